@@ -1,0 +1,40 @@
+# Two commands do everything on a fresh machine with Python 3.10 or newer: `make demo` and `make test`.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3; do \
+	if $$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; \
+	then echo $$p; break; fi; done)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+TESTS ?= tests
+DEMO ?= fuselora-demo
+
+.PHONY: demo test test-fast lint format clean
+
+demo: $(STAMP)  ## make a tiny Wan2.2 pair, merge it, verify it
+	$(BIN)/fuselora demo $(DEMO)
+
+test: $(STAMP)  ## all tests, the slow ones too
+	$(BIN)/pytest $(TESTS)
+
+test-fast: $(STAMP)  ## without the slow ones
+	$(BIN)/pytest -m "not slow" $(TESTS)
+
+lint: $(STAMP)  ## what CI and pre-commit check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) $(DEMO) build *.egg-info
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "fuselora needs Python 3.10 to 3.13" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test,lint]"
+	@rm -f $(VENV)/.installed-*
+	@touch $@

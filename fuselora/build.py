@@ -1,0 +1,207 @@
+"""Carries a plan out: shards into the stage, then index, side files and marker, then one rename."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fuselora import marker
+from fuselora.engine.kernel import Kernel, Lost, choose
+from fuselora.engine.stream import WrittenFile, write_file
+from fuselora.errors import FuseloraError, Notice, OutputError
+from fuselora.output import assets, disk, space, staging
+from fuselora.output.index import encode_index
+from fuselora.output.journal import BaseState, Entry, Journal, reusable
+from fuselora.record import Machine, SideRecord, WeightRecord, marker_document
+
+if TYPE_CHECKING:
+    from datetime import datetime
+    from pathlib import Path, PurePosixPath
+
+    from fuselora.output.assets import SideFile
+    from fuselora.output.staging import Stage
+    from fuselora.plan import FusePlan, OutputFile
+    from fuselora.progress import Progress
+
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A published folder: its marker, all notices, and the shards kept from an earlier, interrupted run."""
+
+    out: Path
+    marker: marker.Marker
+    notices: tuple[Notice, ...]
+    kept: tuple[str, ...]
+
+
+def build(plan: FusePlan, stage: Stage, progress: Progress, created: datetime) -> Built:
+    """Write and publish everything.
+
+    After a failure that a rerun can finish, the stage stays and the error says so; after a refusal
+    nothing of it is left.
+    """
+    with staging.open_stage(stage), _kept_or_discarded(stage, resumable=plan.request.digest):
+        run = _Build(plan, stage, choose(plan.request.kernel))
+        side_files = run.side_files()
+        n_side = sum(side.n_bytes for side in side_files)
+        space.require(stage.folder, run.missing_bytes(n_side))
+        if plan.request.jobs:
+            torch.set_num_threads(plan.request.jobs)
+        torch.set_float32_matmul_precision("highest")
+        with progress.phase("fuse", plan.bytes_out + n_side) as advance:
+            return run.everything(side_files, advance, created)
+
+
+@dataclass(frozen=True, slots=True)
+class _Build:
+    plan: FusePlan
+    stage: Stage
+    kernel: Kernel
+
+    def everything(self, side_files: tuple[SideFile, ...], advance: Advance, created: datetime) -> Built:
+        weights, lost, kept = self._shards(side_files, advance)
+        sides = [*self._indexes(), *self._edited(), *self._placed(side_files, advance)]
+        notices = (*self.plan.notices, *_lost_notices(lost))
+        document = marker_document(self.plan, weights, sides, self._machine(), notices, created)
+        content = marker.encode(document)
+        disk.write_file(self.stage.folder / marker.FILE_NAME, content)
+        staging.publish(self.stage, overwrite=self.plan.request.overwrite)
+        return Built(self.stage.out, marker.decode(content), notices, kept)
+
+    def side_files(self) -> tuple[SideFile, ...]:
+        """What the base holds beside the weights, less what is written anew or was left out on purpose."""
+        checkpoint = self.plan.checkpoint
+        if checkpoint.container == "file" or self.plan.request.assets == "skip":
+            return ()
+        folders = {str(component.folder) for component in checkpoint.components}
+        edited = {str(path) for path in self.plan.edited}
+
+        def exclude(path: str) -> bool:
+            folder, _, name = path.rpartition("/")
+            return path in edited or ((folder or ".") in folders and name.endswith(marker_endings()))
+
+        return assets.survey(checkpoint.root, exclude=exclude)
+
+    def missing_bytes(self, side_bytes: int) -> int:
+        """Bytes still to be written: shards that an earlier run finished are there already."""
+        staged = (self.stage.folder / file.path for file in self.plan.files)
+        there = sum(path.stat().st_size for path in staged if path.is_file())
+        copied = side_bytes if self.plan.request.assets == "copy" else 0
+        return max(0, self.plan.bytes_out + copied - there)
+
+    def _shards(
+        self, side_files: tuple[SideFile, ...], advance: Advance
+    ) -> tuple[dict[str, WeightRecord], dict[str, Lost], tuple[str, ...]]:
+        records: dict[str, WeightRecord] = {}
+        lost: dict[str, Lost] = {}
+        kept: list[str] = []
+        assert self.plan.fingerprint is not None  # a plan without the data pass is never executed
+        with Journal.open(self.stage.folder, self.plan.fingerprint, files=self._paths(side_files)) as journal:
+            for component in self.plan.components:
+                for file in component.files:
+                    entry = journal.finished().get(str(file.path))
+                    if entry and reusable(entry, self.stage.folder / file.path, file.base.path):
+                        kept.append(entry.path)
+                        records[entry.path] = _record(file, entry.sha256, entry.base.sha256)
+                        advance(file.n_bytes)
+                        continue
+                    written = self._write(file, journal, advance)
+                    records[str(file.path)] = _record(file, written.sha256, written.base_sha256)
+                    lost[component.name] = lost.get(component.name, Lost()) + written.lost
+        return records, lost, tuple(kept)
+
+    def _write(self, file: OutputFile, journal: Journal, advance: Advance) -> WrittenFile:
+        target = self.stage.folder / file.path
+        with disk.writing(target, file.n_bytes):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            written = write_file(file, target, self.kernel, digest=self.plan.request.digest, advance=advance)
+        if written.sha256 and written.base_sha256:
+            state = BaseState.of(written.base_status, written.base_sha256)
+            journal.record(Entry(str(file.path), file.n_bytes, written.sha256, state))
+        return written
+
+    def _paths(self, side_files: tuple[SideFile, ...]) -> list[str]:
+        indexes = [str(c.index) for c in self.plan.components if c.index]
+        weights = [str(file.path) for file in self.plan.files]
+        return [
+            *weights,
+            *indexes,
+            *map(str, self.plan.edited),
+            *(side.path for side in side_files),
+            marker.FILE_NAME,
+        ]
+
+    def _indexes(self) -> Iterator[SideRecord]:
+        for component in self.plan.components:
+            if component.index:
+                content = encode_index(component.weight_map, component.total_size, component.index_metadata)
+                yield self._small(component.index, content)
+
+    def _edited(self) -> Iterator[SideRecord]:
+        if self.plan.request.assets != "skip":
+            for path, content in self.plan.edited.items():
+                yield self._small(path, content)
+
+    def _small(self, path: PurePosixPath, content: bytes) -> SideRecord:
+        disk.write_file(self.stage.folder / path, content)
+        sha256 = hashlib.sha256(content).hexdigest() if self.plan.request.digest else None
+        return SideRecord(str(path), len(content), sha256)
+
+    def _placed(self, side_files: tuple[SideFile, ...], advance: Advance) -> Iterator[SideRecord]:
+        request = self.plan.request
+        for side in side_files:
+            placed = assets.place(side, self.stage.folder / side.path, request.assets, digest=request.digest)
+            advance(side.n_bytes)
+            link = placed.how if placed.how in ("symlink", "hardlink") else None
+            yield SideRecord(side.path, side.n_bytes, placed.sha256, link)
+
+    def _machine(self) -> Machine:
+        accumulate = str(self.kernel.dtype).removeprefix("torch.")
+        cpu = torch.backends.cpu.get_cpu_capability().lower()
+        return Machine(self.kernel.name, accumulate, cpu, torch.__version__)
+
+
+def marker_endings() -> tuple[str, ...]:
+    """Endings of weight files and indexes, which never come along as side files of a component."""
+    return (".safetensors", ".bin", ".pt", ".ckpt", ".gguf", ".index.json")
+
+
+def _record(file: OutputFile, sha256: str | None, base_sha256: str | None) -> WeightRecord:
+    return WeightRecord(str(file.path), file.n_bytes, sha256, base_sha256)
+
+
+def _lost_notices(lost: Mapping[str, Lost]) -> Iterator[Notice]:
+    """Deltas that are mostly too small for the dtype, by the sample of rows that the kernel counted."""
+    for component, counts in lost.items():
+        if counts.touched and counts.unchanged * 2 > counts.touched:
+            share = 100 * counts.unchanged / counts.touched
+            text = (
+                f"{component}: {share:.0f} % of the sampled elements that the LoRA touches did not change: "
+                "the delta is smaller than the dtype's step"
+            )
+            facts = {"component": component, "touched": counts.touched, "unchanged": counts.unchanged}
+            yield Notice("delta_lost", text, facts)
+
+
+@contextmanager
+def _kept_or_discarded(stage: Stage, *, resumable: bool) -> Iterator[None]:
+    """What becomes of a stage that fails: finished shards are kept, unless the inputs are at fault."""
+    try:
+        yield
+    except (OutputError, KeyboardInterrupt) as error:
+        if not resumable or not any(stage.folder.rglob("*.safetensors")):
+            staging.discard(stage)
+        elif isinstance(error, OutputError):
+            keep = f"{stage.folder} keeps what is finished: run the same command again to go on."
+            error.hint = f"{error.hint} {keep}" if error.hint else keep
+        raise
+    except FuseloraError:
+        staging.discard(stage)
+        raise

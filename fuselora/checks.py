@@ -1,0 +1,246 @@
+"""What is wrong with a matched set of inputs, as far as headers and a few small reads can tell. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from fuselora.digest import read_range
+from fuselora.errors import Fault, Notice
+from fuselora.lora.scale import AdapterConfig, BadAlpha, config_of_metadata, resolve_alpha
+from fuselora.match import FUSABLE, Hit, Matching, Skip, Unmatched, module_glob, plain_name
+
+if TYPE_CHECKING:
+    from fuselora.checkpoint import Checkpoint
+    from fuselora.header import TensorInfo
+    from fuselora.lora.adapter import Adapter, Module
+    from fuselora.specs import AlphaSpec, Request
+
+FACTOR_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+QUANTISED_SIBLINGS = ("absmax", "quant_map", "nested_absmax", "quant_state.bitsandbytes__nf4",
+                      "quant_state.bitsandbytes__fp4", "scale_weight", "weight_scale", "qzeros")  # fmt: skip
+ZERO_VALUED = "all of its values are zero"
+ALLOWED = "allowed to stay unmatched"
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Matchings with every alpha known and every miss explained, or the faults that forbid the run."""
+
+    matchings: tuple[Matching, ...]
+    faults: tuple[Fault, ...]
+    notices: tuple[Notice, ...]
+
+
+def check(checkpoint: Checkpoint, matchings: Sequence[Matching], request: Request) -> Checked:
+    """All faults that need no weights: fused or packed bases, alphas, misses, dtypes, zero matches."""
+    faults = list(_fused_faults(checkpoint, request))
+    notices = list(_base_notices(checkpoint, request))
+    checked: list[Matching] = []
+    for matching in matchings:
+        scaled, alpha_faults = _with_alphas(matching, request.alphas)
+        settled = _with_misses_settled(scaled, request)
+        checked.append(settled)
+        faults += [*matching.faults, *alpha_faults, *_miss_faults(settled, request)]
+        faults += [*_dtype_faults(settled), *_quantised_faults(settled)]
+        notices += [*matching.notices, *_metadata_notices(matching), *_skip_notices(settled)]
+    faults += _unused_alphas(checked, request.alphas)
+    return Checked(tuple(checked), tuple(faults), tuple(notices))
+
+
+def is_zero(adapter: Adapter, module: Module) -> bool:
+    """Whether the module's delta is zero at any scale: its bytes are read up to the first that is not."""
+    with adapter.location.path.open("rb") as stream:
+
+        def zero(tensor: TensorInfo) -> bool:
+            start = adapter.header.data_start + tensor.start
+            return all(b.count(0) == len(b) for b in read_range(stream, start, tensor.n_bytes))
+
+        pair = [module.parts[part] for part in ("up", "down") if part in module.parts]
+        rest = [tensor for part, tensor in module.parts.items() if part.startswith("diff")]
+        return (not pair or any(map(zero, pair))) and all(map(zero, rest))
+
+
+def _fused_faults(checkpoint: Checkpoint, request: Request) -> Iterator[Fault]:
+    if not checkpoint.is_fused:
+        return
+    if not request.stack:
+        yield Fault(
+            "already_fused",
+            f"{checkpoint.source}: this base is already fused with LoRAs",
+            path=checkpoint.source,
+            hint="Start from the plain base, or say --stack to add to what is there.",
+        )
+    elif checkpoint.marker is None:
+        yield Fault(
+            "already_fused",
+            f"{checkpoint.source}: its shards say that they are fused, but fused.json is missing",
+            path=checkpoint.source,
+            hint="Restore fused.json; without it nobody can tell with what the base was fused.",
+        )
+
+
+def _base_notices(checkpoint: Checkpoint, request: Request) -> Iterator[Notice]:
+    for component in checkpoint.components:
+        if component.strays:
+            names = ", ".join(component.strays)
+            text = f"{component.name}: not copied, because the index does not name them: {names}"
+            yield Notice(
+                "stray_weights", text, {"component": component.name, "files": list(component.strays)}
+            )
+        if "quantization_config" in component.config:
+            text = f"{component.name}: config.json has a quantization_config, but the weights are plain"
+            yield Notice("quantization_config", text, {"component": component.name})
+    if request.stack and not checkpoint.is_fused:
+        yield Notice("not_stacked", "--stack was given, but the base is not fused with anything", {})
+
+
+def _with_alphas(matching: Matching, options: Sequence[AlphaSpec]) -> tuple[Matching, list[Fault]]:
+    """Every pair's alpha, by the order of sources."""
+    adapter = matching.assignment.adapter
+    option = next((a.alpha for a in options if _means(a, adapter)), None)
+    hits: list[Hit] = []
+    faults: list[Fault] = []
+    for hit in matching.hits:
+        if hit.kind != "pair":
+            hits.append(hit)
+            continue
+        try:
+            alpha = resolve_alpha(
+                plain_name(hit.module.name),
+                hit.module.rank,
+                stored=hit.module.alpha,
+                option=option,
+                config=adapter.config,
+                metadata=lambda: config_of_metadata(adapter.header.metadata),
+            )
+        except BadAlpha as error:
+            faults.append(
+                Fault("alpha", f"the file's metadata: {error}", path=adapter.name, key="__metadata__")
+            )
+            break
+        hits.append(replace(hit, alpha=alpha))
+    return replace(matching, hits=tuple(hits)), faults
+
+
+def _means(option: AlphaSpec, adapter: Adapter) -> bool:
+    return option.source in (None, adapter.location.spec.source, adapter.name)
+
+
+def _unused_alphas(matchings: Sequence[Matching], options: Sequence[AlphaSpec]) -> Iterator[Fault]:
+    for option in options:
+        takers = [m for m in matchings if _means(option, m.assignment.adapter)]
+        used = any(hit.alpha and hit.alpha.source == "option" for m in takers for hit in m.hits)
+        if not used and not any(m.faults for m in takers):
+            target = f" for {option.source}" if option.source else ""
+            text = f"--alpha {option.alpha:g}{target} applies to no module"
+            yield Fault(
+                "unused_alpha", text, hint="Every module stores its own alpha, or no such LoRA was given."
+            )
+
+
+def _with_misses_settled(matching: Matching, request: Request) -> Matching:
+    """Unmatched modules that are allowed or all zero become skips; the rest stay unmatched."""
+    adapter = matching.assignment.adapter
+    skipped: list[Skip] = list(matching.skipped)
+    unmatched: list[Unmatched] = []
+    for miss in matching.unmatched:
+        if any(module_glob(miss.module.name, glob) for glob in request.allow_unmatched):
+            skipped.append(Skip(miss.module, ALLOWED))
+        elif is_zero(adapter, miss.module):
+            skipped.append(Skip(miss.module, ZERO_VALUED))
+        else:
+            unmatched.append(miss)
+    return replace(matching, skipped=tuple(skipped), unmatched=tuple(unmatched))
+
+
+def _miss_faults(matching: Matching, request: Request) -> Iterator[Fault]:
+    adapter = matching.assignment.adapter
+    missed = [*matching.unmatched, *matching.skipped]
+    if not matching.hits and not matching.faults and missed:
+        yield _nothing_matched(matching, len(missed))
+        return
+    for miss in matching.unmatched:
+        name = miss.module.name
+        why = f" ({miss.likely})" if miss.likely else ""
+        yield Fault("unmatched", f"{name} has no home in {matching.assignment.component.name}{why}",
+                    path=adapter.name, key=name, hint=_miss_hint(matching))  # fmt: skip
+    if request.strict:
+        for skip in matching.skipped:
+            text = f"{skip.module.name} stays unapplied: {skip.reason}"
+            yield Fault(
+                "strict", text, path=adapter.name, key=skip.module.name, hint="--strict allows no skips."
+            )
+
+
+def _nothing_matched(matching: Matching, n_modules: int) -> Fault:
+    component, adapter = matching.assignment.component, matching.assignment.adapter
+    lora_key = adapter.header.tensors[0].name
+    base_key = next(iter(component.tensors()), "nothing")
+    text = f"0 of {n_modules} modules match {component.name}: it was made for another architecture"
+    samples = f"The LoRA has keys like {lora_key}; the base has keys like {base_key}."
+    return Fault("no_match", text, path=adapter.name, key=lora_key, hint=samples)
+
+
+def _miss_hint(matching: Matching) -> str:
+    tensors = iter(matching.assignment.component.tensors())
+    return (
+        f"The base has keys like {next(tensors, 'nothing')}. "
+        "Name the modules that may stay unapplied with --allow-unmatched GLOB."
+    )
+
+
+def _dtype_faults(matching: Matching) -> Iterator[Fault]:
+    for hit in matching.hits:
+        for tensor in hit.tensors:
+            if tensor.dtype not in FACTOR_DTYPES:
+                text = f"{tensor.name} has the dtype {tensor.dtype}, which holds no delta"
+                yield Fault("dtype", text, path=matching.assignment.adapter.name, key=tensor.name)
+
+
+def _quantised_faults(matching: Matching) -> Iterator[Fault]:
+    """Targets that are packed or fp8: adding to them as if they were plain would write garbage."""
+    component = matching.assignment.component
+    tensors = component.tensors()
+    for base_key in dict.fromkeys(hit.base_key for hit in matching.hits):
+        dtype = tensors[base_key].dtype
+        packed = any(f"{stem}.{s}" in tensors for stem in _stems(base_key) for s in QUANTISED_SIBLINGS)
+        if dtype not in FUSABLE or packed:
+            what = "fp8" if dtype.startswith("F8") else "quantised" if dtype != "F64" else "float64"
+            text = f"{base_key} is {dtype}: fusing into a {what} base is not supported yet"
+            yield Fault("quantised", text, path=component.name, key=base_key,
+                        hint="Fuse into the bfloat16 or float32 base and quantise the result.")  # fmt: skip
+
+
+def _stems(base_key: str) -> tuple[str, str]:
+    return base_key, base_key.removesuffix(".weight")
+
+
+def _metadata_notices(matching: Matching) -> Iterator[Notice]:
+    """Alpha tensors win over metadata; the user hears of it when the two disagree."""
+    adapter = matching.assignment.adapter
+    config = _quiet_config(adapter.header.metadata)
+    stored = {h.module.alpha for h in matching.hits if h.module.alpha is not None and h.kind == "pair"}
+    if config is not None and stored and stored != {config.lora_alpha}:
+        values = ", ".join(f"{alpha:g}" for alpha in sorted(stored))
+        said = f"its metadata says alpha {config.lora_alpha:g}, its tensors say {values}"
+        text = f"{adapter.name}: {said}; the tensors count"
+        yield Notice("metadata_disagrees", text, {"lora": adapter.name, "metadata": config.lora_alpha})
+
+
+def _quiet_config(metadata: Mapping[str, str]) -> AdapterConfig | None:
+    try:
+        return config_of_metadata(metadata)
+    except BadAlpha:
+        return None
+
+
+def _skip_notices(matching: Matching) -> Iterator[Notice]:
+    reasons: dict[str, list[str]] = {}
+    for skip in matching.skipped:
+        reasons.setdefault(skip.reason, []).append(skip.module.name)
+    name = matching.assignment.adapter.name
+    for reason, modules in reasons.items():
+        text = f"{name}: {len(modules)} modules not applied: {reason}"
+        yield Notice("skipped", text, {"lora": name, "reason": reason, "modules": len(modules)})

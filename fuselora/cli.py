@@ -1,0 +1,273 @@
+"""The command line: options -> request -> pipeline -> report. The only place that exits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from fuselora import __version__
+from fuselora.errors import FuseloraError, UsageError
+from fuselora.specs import SHORT_NAMES, LoraSpec, Request, parse_alpha, parse_lora
+
+if TYPE_CHECKING:
+    from fuselora.report import Reporter
+
+SHORT_TABLE = "\b\nShort names for --base:\n" + "\n".join(f"  {k:12} {v}" for k, v in SHORT_NAMES.items())
+app = typer.Typer(
+    name="fuselora",
+    help="Fuse distilled LoRAs into diffusion-transformer checkpoints, offline.",
+    epilog=SHORT_TABLE,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+class DtypeChoice(str, Enum):
+    """``--dtype``."""
+
+    keep = "keep"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+class KernelChoice(str, Enum):
+    """``--kernel``."""
+
+    auto = "auto"
+    reference = "reference"
+
+
+class AssetsChoice(str, Enum):
+    """``--assets``."""
+
+    copy = "copy"
+    hardlink = "hardlink"
+    symlink = "symlink"
+    skip = "skip"
+
+
+Base = Annotated[str, typer.Option(help="Folder, .safetensors file, Hub id or short name (see --help).")]
+Lora = Annotated[
+    Optional[list[str]],  # noqa: UP045 - typer reads this at run time on Python 3.10
+    typer.Option(metavar="SPEC", help="[COMPONENT=]FILE[:STRENGTH]; HIGH,LOW for experts; repeat to stack."),
+]
+High = Annotated[list[str], typer.Option(metavar="FILE", help="The same as --lora transformer=FILE.")]
+Low = Annotated[list[str], typer.Option(metavar="FILE", help="The same as --lora transformer_2=FILE.")]
+Out = Annotated[Optional[Path], typer.Option(help="New or empty folder [./<base name>-fused].")]  # noqa: UP045
+Dtype = Annotated[DtypeChoice, typer.Option(help="Dtype of the fused components.")]
+Uniform = Annotated[bool, typer.Option("--uniform", help="Cast also what the model keeps in float32.")]
+Variant = Annotated[Optional[str], typer.Option(help="Variant files, such as fp16.")]  # noqa: UP045
+Alpha = Annotated[
+    list[str], typer.Option(metavar="[FILE=]A", help="Alpha of modules that store none; beats metadata.")
+]
+Unmatched = Annotated[
+    list[str], typer.Option(metavar="GLOB", help="LoRA modules that may stay unapplied; repeatable.")
+]
+Strict = Annotated[bool, typer.Option("--strict", help="Explained skips are errors too.")]
+Stack = Annotated[bool, typer.Option("--stack", help="Add to a base that is already fused.")]
+KernelOption = Annotated[
+    KernelChoice, typer.Option("--kernel", help="reference: float64, the same bytes on every machine; slow.")
+]
+Jobs = Annotated[Optional[int], typer.Option(min=1, help="Threads [all cores].")]  # noqa: UP045
+AssetsOption = Annotated[AssetsChoice, typer.Option("--assets", help="The rest of a pipeline.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an OUT that fuselora wrote.")]
+Restart = Annotated[bool, typer.Option("--restart", help="Forget a partial run.")]
+Digest = Annotated[bool, typer.Option("--digest/--no-digest", help="sha256 of inputs and outputs.")]
+Revision = Annotated[Optional[str], typer.Option(help="Hub revision of the base.")]  # noqa: UP045
+Json = Annotated[bool, typer.Option("--json", help="Result or refusal as one JSON document on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no warnings.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Every place that was matched.")]
+
+
+def main() -> None:
+    """The ``fuselora`` command."""
+    app()
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"fuselora {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
+) -> None:
+    """Fuse distilled LoRAs into diffusion-transformer checkpoints, offline."""
+
+
+@app.command()
+def merge(
+    base: Base,
+    lora: Lora = None,
+    high: High = [],  # noqa: B006 - typer copies defaults
+    low: Low = [],  # noqa: B006
+    out: Out = None,
+    dtype: Dtype = DtypeChoice.keep,
+    uniform: Uniform = False,
+    variant: Variant = None,
+    alpha: Alpha = [],  # noqa: B006
+    allow_unmatched: Unmatched = [],  # noqa: B006
+    strict: Strict = False,
+    stack: Stack = False,
+    kernel: KernelOption = KernelChoice.auto,
+    jobs: Jobs = None,
+    assets: AssetsOption = AssetsChoice.copy,
+    overwrite: Overwrite = False,
+    restart: Restart = False,
+    digest: Digest = True,
+    revision: Revision = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Fuse LoRAs into a base and write a new checkpoint with its fused.json."""
+    with _reporting(json=json, quiet=quiet, verbose=verbose) as reporter:
+        from fuselora.pipeline import merge_request
+
+        asked = Request(
+            base=base, loras=_specs(lora or [], high, low), out=out, dtype=dtype.value, uniform=uniform,
+            variant=variant, alphas=tuple(map(parse_alpha, alpha)), allow_unmatched=tuple(allow_unmatched),
+            strict=strict, stack=stack, kernel=kernel.value, jobs=jobs, assets=assets.value,
+            overwrite=overwrite, restart=restart, digest=digest, revision=revision,
+        )  # fmt: skip
+        reporter.merged(merge_request(asked, reporter))
+
+
+@app.command()
+def plan(
+    base: Base,
+    lora: Lora = None,
+    high: High = [],  # noqa: B006
+    low: Low = [],  # noqa: B006
+    dtype: Dtype = DtypeChoice.keep,
+    uniform: Uniform = False,
+    variant: Variant = None,
+    alpha: Alpha = [],  # noqa: B006
+    allow_unmatched: Unmatched = [],  # noqa: B006
+    strict: Strict = False,
+    stack: Stack = False,
+    kernel: KernelOption = KernelChoice.auto,
+    content: Annotated[bool, typer.Option("--content", help="Read the LoRA data too.")] = False,
+    revision: Revision = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """What merge would fuse, from headers alone; writes nothing."""
+    with _reporting(json=json, quiet=quiet, verbose=verbose) as reporter:
+        from fuselora.pipeline import plan_request
+
+        asked = Request(
+            base=base, loras=_specs(lora or [], high, low), dtype=dtype.value, uniform=uniform,
+            variant=variant, alphas=tuple(map(parse_alpha, alpha)), allow_unmatched=tuple(allow_unmatched),
+            strict=strict, stack=stack, kernel=kernel.value, content=content, revision=revision,
+        )  # fmt: skip
+        reporter.plan(plan_request(asked, reporter))
+
+
+@app.command()
+def inspect(
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="LoRAs, checkpoints, folders.")],
+    json: Json = False,
+) -> None:
+    """What a LoRA file, a checkpoint or a fused folder is."""
+    with _reporting(json=json) as reporter:
+        from fuselora.describe import describe
+
+        reporter.described([describe(path) for path in paths])
+
+
+@app.command()
+def verify(
+    out: Annotated[Path, typer.Argument(help="A fused folder.")],
+    base: Annotated[Optional[str], typer.Option(help="The base it was made from.")] = None,  # noqa: UP045
+    lora: Annotated[list[Path], typer.Option(metavar="FILE", help="The LoRA files; repeatable.")] = [],  # noqa: B006
+    load: Annotated[bool, typer.Option("--load", help="Load it with diffusers as well.")] = False,
+    revision: Revision = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Check a fused folder's digests; with its inputs, recompute it."""
+    with _reporting(json=json, quiet=quiet) as reporter:
+        from fuselora.verify import verify as verify_folder
+
+        report = verify_folder(out, base=base, loras=lora, load=load, revision=revision, progress=reporter)
+        reporter.verified(out, report)
+        _exit_unless(report.ok)
+
+
+@app.command()
+def check(
+    out: Annotated[Path, typer.Argument(help="A folder that should be fused.")],
+    lora: Annotated[list[Path], typer.Option(metavar="FILE", help="Would serving FILE fuse it twice?")] = [],  # noqa: B006
+    digest: Annotated[bool, typer.Option("--digest", help="Read every byte again.")] = False,
+    json: Json = False,
+) -> None:
+    """Preflight for CI and serving: is it fused, whole, and with what."""
+    with _reporting(json=json) as reporter:
+        from fuselora.marker import check as check_folder
+
+        report = check_folder(out, loras=lora, digest=digest)
+        reporter.checked(out, report)
+        _exit_unless(report.ok)
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]")] = Path("fuselora-demo"),
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Make a tiny Wan2.2 pair and its LoRAs, merge and verify them."""
+    with _reporting(json=json, quiet=quiet) as reporter:
+        from fuselora.demo import run_demo
+
+        result = run_demo(folder, reporter)
+        reporter.demo(result)
+        _exit_unless(result.verified.ok)
+
+
+@contextmanager
+def _reporting(*, json: bool, quiet: bool = False, verbose: bool = False) -> Iterator[Reporter]:
+    """A reporter; a refusal or an interruption ends the command with its exit code."""
+    from fuselora.report import Reporter
+
+    reporter = Reporter(json=json, quiet=quiet, verbose=verbose)
+    try:
+        yield reporter
+    except FuseloraError as error:
+        reporter.error(error)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        reporter.interrupted()
+        raise typer.Exit(130) from None
+
+
+def _specs(loras: list[str], high: list[str], low: list[str]) -> tuple[LoraSpec, ...]:
+    """All LoRAs in the order of their options. Raises ``UsageError`` when there is none."""
+    specs = [spec for text in loras for spec in parse_lora(text)]
+    specs += [spec for text in high for spec in parse_lora(f"transformer={text}")]
+    specs += [spec for text in low for spec in parse_lora(f"transformer_2={text}")]
+    if not specs:
+        raise UsageError("no LoRA was given", hint="Give --lora FILE, or --high FILE and --low FILE.")
+    return tuple(specs)
+
+
+def _exit_unless(ok: bool) -> None:
+    if not ok:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    main()

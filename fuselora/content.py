@@ -1,0 +1,146 @@
+"""One streaming pass over a LoRA's data: digests, and whether anything in it is non-finite or zero."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fuselora.digest import content_digest, read_range
+from fuselora.errors import ChangedError, Fault, Notice
+from fuselora.tensors import TORCH_DTYPES, bytes_finite
+
+if TYPE_CHECKING:
+    from fuselora.checkpoint import Checkpoint
+    from fuselora.header import TensorInfo
+    from fuselora.lora.adapter import Adapter
+    from fuselora.match import Hit, Matching
+
+
+@dataclass(frozen=True, slots=True)
+class LoraContent:
+    """``sha256`` of the file (None without digests), of its content, and the names of odd tensors."""
+
+    sha256: str | None
+    content_sha256: str
+    nonfinite: tuple[str, ...]
+    zero: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorContent:
+    name: str
+    sha256: str
+    finite: bool
+    zero: bool
+
+
+def read_content(adapter: Adapter, *, digest: bool, advance: Callable[[int], None]) -> LoraContent:
+    """Read the whole file once; ``advance`` is told the bytes read. Raises ``ChangedError``."""
+    header = adapter.header
+    whole = hashlib.sha256()
+    tensors: list[_TensorContent] = []
+    with adapter.location.path.open("rb") as stream:
+        start = stream.read(header.data_start)
+        if hashlib.sha256(start).hexdigest() != header.sha256:
+            raise ChangedError(f"{header.path}: was changed while it was read", path=str(header.path))
+        whole.update(start)
+        for tensor in header.tensors:
+            blocks = _observed(read_range(stream, header.data_start + tensor.start, tensor.n_bytes), advance)
+            tensors.append(_tensor_content(tensor, blocks, whole if digest else None))
+    return LoraContent(
+        sha256=whole.hexdigest() if digest else None,
+        content_sha256=content_digest(header, {t.name: t.sha256 for t in tensors}),
+        nonfinite=tuple(t.name for t in tensors if not t.finite),
+        zero=frozenset(t.name for t in tensors if t.zero),
+    )
+
+
+def _observed(blocks: Iterator[bytes], advance: Callable[[int], None]) -> Iterator[bytes]:
+    for block in blocks:
+        advance(len(block))
+        yield block
+
+
+def _tensor_content(
+    tensor: TensorInfo, blocks: Iterator[bytes], whole: hashlib._Hash | None
+) -> _TensorContent:
+    hasher = hashlib.sha256()
+    finite, zero, n_bytes = True, True, 0
+    for block in blocks:
+        n_bytes += len(block)
+        hasher.update(block)
+        if whole is not None:
+            whole.update(block)
+        zero = zero and block.count(0) == len(block)
+        finite = finite and (tensor.dtype not in TORCH_DTYPES or bytes_finite(block, tensor.dtype))
+    if n_bytes != tensor.n_bytes:
+        raise ChangedError(f"the file was cut short while {tensor.name} was read", tensor=tensor.name)
+    return _TensorContent(tensor.name, hasher.hexdigest(), finite, zero)
+
+
+def content_faults(
+    checkpoint: Checkpoint, matchings: Sequence[Matching], contents: Sequence[LoraContent]
+) -> tuple[Fault, ...]:
+    """Non-finite factors, the same content twice on one component, and what the base already holds."""
+    faults: list[Fault] = []
+    by_name = {m.assignment.order: m.assignment.adapter for m in matchings}
+    for order, adapter in by_name.items():
+        for key in contents[order].nonfinite:
+            text = f"{key} holds NaN or infinity"
+            faults.append(
+                Fault("non_finite", text, path=adapter.name, key=key, hint="The LoRA itself is broken.")
+            )
+    faults += _repeated(matchings, contents)
+    faults += _held_by_base(checkpoint, matchings, contents)
+    return tuple(faults)
+
+
+def zero_notices(matchings: Sequence[Matching], contents: Sequence[LoraContent]) -> tuple[Notice, ...]:
+    """Which LoRAs hold modules whose delta is zero."""
+    notices = []
+    for matching in matchings:
+        zero = [hit for hit in matching.hits if is_zero_delta(hit, contents[matching.assignment.order])]
+        if zero:
+            name, n_hits = matching.assignment.adapter.name, len(matching.hits)
+            text = f"{name}: the delta is zero in {len(zero)} of {n_hits} modules"
+            notices.append(Notice("zero_delta", text, {"lora": name, "zero": len(zero), "of": n_hits}))
+    return tuple(notices)
+
+
+def is_zero_delta(hit: Hit, content: LoraContent) -> bool:
+    """Whether one of the hit's tensors is all zero, which makes its delta zero."""
+    return any(tensor.name in content.zero for tensor in hit.tensors)
+
+
+def _repeated(matchings: Sequence[Matching], contents: Sequence[LoraContent]) -> Iterator[Fault]:
+    """Twice on one component; or a list for two experts whose files are one and the same."""
+    seen: dict[tuple[str, str], Matching] = {}
+    for matching in matchings:
+        assignment = matching.assignment
+        spec = assignment.adapter.location.spec
+        content = contents[assignment.order].content_sha256
+        place = "list" if spec.listed > 1 else assignment.component.name
+        first = seen.setdefault((place, content), matching)
+        if first is not matching:
+            other = first.assignment.adapter.name
+            text = f"{assignment.adapter.name} and {other} hold the same LoRA, given twice"
+            hint = "For one LoRA on both experts say --lora all=FILE." if place == "list" else None
+            yield Fault("same_lora", text, path=assignment.adapter.name, hint=hint)
+
+
+def _held_by_base(
+    checkpoint: Checkpoint, matchings: Sequence[Matching], contents: Sequence[LoraContent]
+) -> Iterator[Fault]:
+    """``--stack`` adds other LoRAs, never one that is fused already."""
+    if checkpoint.marker is None:
+        return
+    held = {(lora.component, lora.content_sha256): lora.name for lora in checkpoint.marker.loras}
+    for matching in matchings:
+        component = matching.assignment.component.name
+        name = held.get((component, contents[matching.assignment.order].content_sha256))
+        if name is not None:
+            path = matching.assignment.adapter.name
+            text = f"{path} is already fused into {component} of this base (as {name})"
+            yield Fault("already_fused", text, path=path)

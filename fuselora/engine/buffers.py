@@ -1,0 +1,58 @@
+"""A fixed number of reused, page-aligned buffers: what bounds the engine's memory."""
+
+from __future__ import annotations
+
+import mmap
+import queue
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fuselora.engine.lanes import Flow
+
+
+class Buffer:
+    """One buffer of a pool. It returns to the pool when every holder has released it."""
+
+    def __init__(self, pool: Pool, n_bytes: int) -> None:
+        self._pool = pool
+        self._memory = mmap.mmap(-1, max(n_bytes, 1))
+        self._lock = threading.Lock()
+        self._holders = 0
+
+    def bytes(self, n_bytes: int) -> memoryview:
+        return memoryview(self._memory)[:n_bytes]
+
+    def hold(self, n_holders: int) -> None:
+        with self._lock:
+            self._holders += n_holders
+
+    def release(self) -> None:
+        with self._lock:
+            self._holders -= 1
+            free = self._holders == 0
+        if free:
+            self._pool.give_back(self)
+
+
+class Pool:
+    """``n_buffers`` buffers of ``n_bytes`` each, allocated once."""
+
+    def __init__(self, n_buffers: int, n_bytes: int) -> None:
+        self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
+        for _ in range(n_buffers):
+            self._free.put(Buffer(self, n_bytes))
+
+    def take(self, flow: Flow) -> Buffer:
+        """A free buffer, held once. Raises ``Stopped`` when the flow failed while waiting."""
+        while True:
+            flow.check()
+            try:
+                buffer = self._free.get(timeout=0.1)
+            except queue.Empty:
+                continue
+            buffer.hold(1)
+            return buffer
+
+    def give_back(self, buffer: Buffer) -> None:
+        self._free.put(buffer)

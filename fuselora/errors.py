@@ -1,0 +1,142 @@
+"""Everything fuselora can refuse or fail with: one tree, facts as attributes, and a hint.
+
+Standard library only. Nothing here prints; the command line decides how an error looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+
+class FuseloraError(Exception):
+    """Base of all expected failures.
+
+    ``message`` says what is wrong and names the file and tensor; ``hint`` says what to do about it;
+    ``facts`` holds the same as data (``path``, ``tensor``, sizes in bytes ...) for ``--json``.
+    """
+
+    exit_code: ClassVar[int] = 1
+    code: ClassVar[str] = "error"
+
+    def __init__(self, message: str, *, hint: str | None = None, **facts: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.facts: Mapping[str, object] = facts
+
+
+class UsageError(FuseloraError):
+    """The command line or the arguments of a library call make no sense."""
+
+    exit_code = 2
+    code = "usage"
+
+
+class InputError(FuseloraError):
+    """A file or folder that was given is not what it has to be."""
+
+    code = "input"
+
+
+class FormatError(InputError):
+    """A file is not valid safetensors or JSON: broken, truncated, or something else entirely."""
+
+    code = "format"
+
+
+class CheckpointError(InputError):
+    """A base folder whose index, shards and configuration do not fit together."""
+
+    code = "checkpoint"
+
+
+class HubError(InputError):
+    """A Hub repository or file that is missing, gated or out of reach."""
+
+    code = "hub"
+
+
+class ChangedError(InputError):
+    """An input file was replaced or edited while it was being read."""
+
+    code = "changed"
+
+
+class MarkerError(InputError):
+    """A ``fused.json`` that is broken, of an unknown major version, or at odds with its folder."""
+
+    code = "marker"
+
+
+class OutputError(FuseloraError):
+    """OUT cannot be written: it exists, is not ours, or the disk refused."""
+
+    code = "output"
+
+
+class NumericError(FuseloraError):
+    """A fused tensor came out non-finite or overflowed its dtype."""
+
+    code = "numeric"
+
+
+class KernelError(FuseloraError):
+    """The arithmetic on this machine failed its own self-check."""
+
+    code = "kernel"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One reason to refuse a run, found while checking; many are raised together as ``Refused``.
+
+    ``kind`` groups faults of one sort (``"unmatched"``, ``"shape"``, ``"alpha"`` ...); ``path`` and
+    ``key`` name the file and the tensor or module; ``hint`` is said once per kind.
+    """
+
+    kind: str
+    message: str
+    path: str | None = None
+    key: str | None = None
+    hint: str | None = None
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something the user should know that refuses nothing; it is printed and kept in the marker."""
+
+    code: str
+    message: str
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+
+class Refused(FuseloraError):
+    """The inputs do not fit together; nothing was written. ``faults`` lists every reason found."""
+
+    code = "refused"
+
+    def __init__(self, faults: Iterable[Fault]) -> None:
+        self.faults = tuple(faults)
+        hints = dict.fromkeys(fault.hint for fault in self.faults if fault.hint)
+        super().__init__(_grouped(self.faults), hint=" ".join(hints) or None)
+
+
+def _grouped(faults: tuple[Fault, ...]) -> str:
+    """All faults, those of one kind and file under one another, in the order found."""
+    groups: dict[tuple[str, str | None], list[Fault]] = {}
+    for fault in faults:
+        groups.setdefault((fault.kind, fault.path), []).append(fault)
+    return "\n".join(_group_text(path, members) for (_, path), members in groups.items())
+
+
+def _group_text(path: str | None, members: list[Fault]) -> str:
+    where = f"{path}: " if path else ""
+    shown = [fault.message for fault in members[:12]]
+    if len(members) > len(shown):
+        shown.append(f"... and {len(members) - len(shown)} more of this kind")
+    if len(shown) == 1:
+        return where + shown[0]
+    return where + f"{len(members)} faults:" + "".join(f"\n  - {text}" for text in shown)

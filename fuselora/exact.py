@@ -1,0 +1,159 @@
+"""One tensor recomputed in float64, the plainest way, and how far the stored result is from it.
+
+Shares no code with the engine: the safetensors library reads the files, torch multiplies, and
+rounding is a division by the unit in the last place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+SLAB_ELEMENTS = 1 << 21
+SLACK = 2.0**-20  # how far a float32 sum may be off, relative to the sum of all magnitudes in it
+EXPONENT_BITS = 0x7FF0_0000_0000_0000  # of a float64
+
+Rows = Callable[[int, int], torch.Tensor]
+Term = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a safetensors file."""
+
+    path: Path
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """``scale`` times the product of ``factors``: up (out, rank) and down (rank, in), or one difference."""
+
+    scale: float
+    factors: tuple[Stored, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How a stored tensor compares with its float64 value, in numbers of elements.
+
+    ``equal``: the float64 value rounded once. ``beyond``: off by more than one unit in the last place
+    plus the slack of a float32 sum. ``unexplained``: not the rounding of any value within that slack.
+    ``max_ulps``: the largest error in units in the last place of the stored dtype.
+    """
+
+    elements: int = 0
+    equal: int = 0
+    beyond: int = 0
+    unexplained: int = 0
+    max_ulps: float = 0.0
+
+    def __add__(self, other: Distance) -> Distance:
+        return Distance(
+            self.elements + other.elements,
+            self.equal + other.equal,
+            self.beyond + other.beyond,
+            self.unexplained + other.unexplained,
+            max(self.max_ulps, other.max_ulps),
+        )
+
+
+def measure(base: Stored, out: Stored, deltas: Sequence[Delta], advance: Callable[[int], None]) -> Distance:
+    """``out`` against base + deltas, in slabs of rows; ``advance`` is told the bytes of the base read."""
+    distance = Distance()
+    with ExitStack() as files:
+        shape, weight = _rows(files, base)
+        _, result = _rows(files, out)
+        terms = [_term(files, delta) for delta in deltas]
+        for first, last in slabs(shape):
+            stored = weight(first, last)
+            exact = stored.double()
+            size = exact.abs()
+            for term in terms:
+                value, magnitude = term(first, last)
+                exact, size = exact + value, size + magnitude
+            distance += compare(result(first, last), exact, SLACK * size)
+            advance(stored.numel() * stored.element_size())
+    return distance
+
+
+def compare(stored: torch.Tensor, exact: torch.Tensor, slack: torch.Tensor) -> Distance:
+    """``stored`` against the float64 values ``exact``, which the sum may miss by ``slack``."""
+    value, dtype = stored.double(), stored.dtype
+    unit, error = ulp(exact, dtype), (value - exact).abs()
+    low, high = round_to(exact - slack, dtype), round_to(exact + slack, dtype)
+    return Distance(
+        elements=stored.numel(),
+        equal=_count(value == round_to(exact, dtype)),
+        # NaN compares false with everything, so it counts as a miss
+        beyond=_count(~(error <= unit + slack)),
+        unexplained=_count(~((low <= value) & (value <= high))),
+        max_ulps=float((error / unit).nan_to_num(nan=math.inf, posinf=math.inf).max()),
+    )
+
+
+def ulp(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The unit in the last place of ``dtype`` at each float64 value, that of subnormals near zero."""
+    info = torch.finfo(dtype)
+    binade = (exact.contiguous().view(torch.int64) & EXPONENT_BITS).view(torch.float64)
+    return binade.clamp(min=info.smallest_normal) * info.eps
+
+
+def round_to(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The nearest value of ``dtype``, ties to even, still as float64; a value too large stays too large."""
+    unit = ulp(exact, dtype)
+    return torch.round(exact / unit) * unit
+
+
+def slabs(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ranges of rows that cover a tensor, each of ``SLAB_ELEMENTS`` at most where a row is not longer."""
+    rows = shape[0] if shape else 1
+    step = max(1, SLAB_ELEMENTS // max(1, math.prod(shape[1:])))
+    for first in range(0, rows, step):
+        yield first, min(first + step, rows)
+
+
+def scalar(stored: Stored) -> float:
+    """A tensor of one element, of any numeric dtype."""
+    with safe_open(stored.path, "pt") as file:
+        return float(file.get_tensor(stored.key))
+
+
+def _rows(files: ExitStack, stored: Stored) -> tuple[list[int], Rows]:
+    file = files.enter_context(safe_open(stored.path, "pt"))
+    part = file.get_slice(stored.key)
+    shape = part.get_shape()
+    if not shape:  # a number cannot be sliced
+        return shape, lambda first, last: file.get_tensor(stored.key)
+    return shape, lambda first, last: part[first:last]
+
+
+def _term(files: ExitStack, delta: Delta) -> Term:
+    """One delta's rows, and their magnitude: that of every product in the sum, added up."""
+    rows = [_rows(files, factor) for factor in delta.factors]
+    scale, (_, left) = delta.scale, rows[0]
+    if len(rows) == 1:
+
+        def difference(first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+            value = scale * left(first, last).double()
+            return value, value.abs()
+
+        return difference
+    (rank, *_), right = rows[1]
+    down = right(0, rank).double()
+
+    def product(first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        up = left(first, last).double()
+        return scale * (up @ down), abs(scale) * (up.abs() @ down.abs())
+
+    return product
+
+
+def _count(mask: torch.Tensor) -> int:
+    return int(mask.sum())

@@ -1,0 +1,10 @@
+"""What is known about each model family, as data: names in both layouts, kept dtypes, harmless skips."""
+
+from __future__ import annotations
+
+from fuselora.families.family import Family, Kin, Layout, SkipRule
+from fuselora.families.wan import WAN
+
+FAMILIES: tuple[Family, ...] = (WAN,)
+
+__all__ = ["FAMILIES", "Family", "Kin", "Layout", "SkipRule"]

@@ -1,0 +1,185 @@
+"""The shape of a family's data, and the three questions it answers: whose name, which layout, what kin.
+
+A pattern is a dotted name in which ``{n}`` stands for one number: ``blocks.{n}.attn1.to_q``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+Layout = Literal["native", "diffusers"]
+Shapes = Mapping[str, tuple[int, ...]]
+LEAVES = ("weight", "bias")
+
+
+@dataclass(frozen=True, slots=True)
+class SkipRule:
+    """LoRA modules (native patterns) that a base may lack without harm.
+
+    They are an explained skip only when the base's tensor ``witness`` (a native name) has one of
+    ``sizes`` along ``axis``; on any other base they stay unmatched, grouped under ``reason``.
+    """
+
+    reason: str
+    modules: tuple[str, ...]
+    witness: str
+    axis: int
+    sizes: tuple[int, ...]
+
+    def covers(self, module: str) -> bool:
+        return any(_compiled(pattern).fullmatch(module) for pattern in self.modules)
+
+    def covers_flat(self, module: str) -> bool:
+        """The same for a kohya name, in which every dot is an underscore."""
+        return any(_compiled(pattern.replace(".", "_")).fullmatch(module) for pattern in self.modules)
+
+    def harmless(self, native_shapes: Shapes) -> bool:
+        shape = native_shapes.get(self.witness, ())
+        return len(shape) > self.axis and shape[self.axis] in self.sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Kin:
+    """Published models that share one set of names and shapes.
+
+    ``models`` are whole models; of each of ``expert_of`` this is one of two experts. ``witnesses``
+    maps a native tensor name to its shape: -1 for any size, () for "is absent".
+    """
+
+    models: tuple[str, ...]
+    expert_of: tuple[str, ...]
+    blocks: int
+    witnesses: Mapping[str, tuple[int, ...]]
+
+    def named(self, n_experts: int) -> tuple[str, ...]:
+        if n_experts > 1:
+            return self.expert_of
+        return (*self.models, *(f"{model} (one expert)" for model in self.expert_of))
+
+
+class Renames:
+    """(native, diffusers) patterns of modules and bare parameters, compiled for both directions."""
+
+    def __init__(self, rows: tuple[tuple[str, str], ...]) -> None:
+        self.rows = rows
+        native, diffusers = [row[0] for row in rows], [row[1] for row in rows]
+        self._patterns: dict[Layout, re.Pattern[str]] = {
+            "native": _numbered(native),
+            "diffusers": _numbered(diffusers),
+        }
+        self._spellings: dict[Layout, list[str]] = {"native": native, "diffusers": diffusers}
+
+    def translate(self, stem: str, to: Layout) -> str:
+        """A name of the other layout as ``to`` spells it; unchanged if no row speaks of it."""
+        found = self._patterns[_OTHER[to]].fullmatch(stem)
+        if found is None or found.lastgroup is None:
+            return stem
+        spelling = self._spellings[to][int(found.lastgroup[1:])]
+        numbers = [number for number in found.groups()[found.lastindex :] if number is not None]
+        return spelling.replace("{n}", "{}").format(*numbers)
+
+    def only_in(self, stem: str) -> Layout | None:
+        """The one layout that uses this name; None when both do, or neither."""
+        native = self._patterns["native"].fullmatch(stem) is not None
+        diffusers = self._patterns["diffusers"].fullmatch(stem) is not None
+        if native == diffusers:
+            return None
+        return "native" if native else "diffusers"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One model family.
+
+    ``signature``: patterns of tensors, in any layout, of which one is enough to recognise it.
+    ``renames``: names that the layouts spell differently. ``block``: the native pattern whose count
+    is the number of blocks. ``keep_float32``: name segments (diffusers spelling) that the model class
+    keeps in float32. ``experts``: component -> role, for families that come as two experts.
+    """
+
+    name: str
+    signature: tuple[str, ...]
+    renames: Renames
+    block: str
+    keep_float32: frozenset[str]
+    experts: Mapping[str, str]
+    skips: tuple[SkipRule, ...]
+    kin: tuple[Kin, ...]
+
+    def recognises(self, names: Iterable[str]) -> bool:
+        signature = _any_of(self.signature)
+        return any(signature.fullmatch(name) for name in names)
+
+    def translate(self, name: str, to: Layout) -> str:
+        """A tensor or module name of the other layout as ``to`` spells it.
+
+        Not for names that are spelled so already: Wan's ``norm2`` and ``norm3`` mean the opposite in
+        each layout.
+        """
+        stem, leaf = _split_leaf(name)
+        return self.renames.translate(stem, to) + leaf
+
+    def layout_of(self, names: Iterable[str]) -> Layout | None:
+        """The layout in which more of ``names`` are spelled; None when neither says anything."""
+        votes = Counter(self.renames.only_in(_split_leaf(name)[0]) for name in names)
+        if votes["native"] == votes["diffusers"]:
+            return None
+        return "native" if votes["native"] > votes["diffusers"] else "diffusers"
+
+    def keeps_float32(self, name: str, layout: Layout | None) -> bool:
+        """Whether the model class keeps this tensor of a checkpoint in ``layout`` in float32."""
+        spelled = self.translate(name, "diffusers") if layout == "native" else name
+        return not self.keep_float32.isdisjoint(spelled.split("."))
+
+    def models_of(self, shapes: Shapes, n_experts: int = 1) -> tuple[str, ...]:
+        """The published models that tensors of these names (any layout) and shapes belong to."""
+        native = self.native_shapes(shapes)
+        return tuple(model for kin in self.kin if self._is_kin(kin, native) for model in kin.named(n_experts))
+
+    def native_shapes(self, shapes: Shapes) -> Shapes:
+        """The same shapes by native names, whichever layout the names are in."""
+        if self.layout_of(shapes) != "diffusers":
+            return shapes
+        return {self.translate(name, "native"): shape for name, shape in shapes.items()}
+
+    def n_blocks(self, native_names: Iterable[str]) -> int:
+        """How many blocks have a tensor among ``native_names``."""
+        pattern = _compiled(self.block)
+        return len({found.group(1) for name in native_names if (found := pattern.match(name))})
+
+    def _is_kin(self, kin: Kin, native: Shapes) -> bool:
+        if self.n_blocks(native) != kin.blocks:
+            return False
+        return all(_fits(native.get(name, ()), shape) for name, shape in kin.witnesses.items())
+
+
+_OTHER: Mapping[Layout, Layout] = {"native": "diffusers", "diffusers": "native"}
+
+
+def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    return len(shape) == len(wanted) and all(w in (-1, s) for s, w in zip(shape, wanted, strict=True))
+
+
+def _split_leaf(name: str) -> tuple[str, str]:
+    stem, dot, leaf = name.rpartition(".")
+    return (stem, dot + leaf) if leaf in LEAVES else (name, "")
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.escape(pattern).replace(r"\{n\}", r"(\d+)"))
+
+
+@cache
+def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(_compiled(pattern).pattern for pattern in patterns))
+
+
+def _numbered(patterns: Sequence[str]) -> re.Pattern[str]:
+    """One pattern that tells by its outermost group, ``r<row>``, which of ``patterns`` fits."""
+    return re.compile("|".join(f"(?P<r{n}>{_compiled(p).pattern})" for n, p in enumerate(patterns)))

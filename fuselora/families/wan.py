@@ -1,0 +1,121 @@
+"""Wan 2.1 and 2.2, text, image and VACE variants, in Wan's own names and in diffusers'.
+
+Sources: the published checkpoints' tensor lists; diffusers' WanTransformer3DModel and its
+``convert_wan_transformer_to_diffusers``, which the tests hold every row against. Note that
+``norm2`` and ``norm3`` change places between the layouts.
+"""
+
+from __future__ import annotations
+
+from fuselora.families.family import LEAVES, Family, Kin, Renames, SkipRule
+
+# (native, diffusers), inside one transformer block
+BLOCK = (
+    ("self_attn.q", "attn1.to_q"),
+    ("self_attn.k", "attn1.to_k"),
+    ("self_attn.v", "attn1.to_v"),
+    ("self_attn.o", "attn1.to_out.0"),
+    ("self_attn.norm_q", "attn1.norm_q"),
+    ("self_attn.norm_k", "attn1.norm_k"),
+    ("cross_attn.q", "attn2.to_q"),
+    ("cross_attn.k", "attn2.to_k"),
+    ("cross_attn.v", "attn2.to_v"),
+    ("cross_attn.o", "attn2.to_out.0"),
+    ("cross_attn.norm_q", "attn2.norm_q"),
+    ("cross_attn.norm_k", "attn2.norm_k"),
+    ("cross_attn.k_img", "attn2.add_k_proj"),
+    ("cross_attn.v_img", "attn2.add_v_proj"),
+    ("cross_attn.norm_k_img", "attn2.norm_added_k"),
+    ("ffn.0", "ffn.net.0.proj"),
+    ("ffn.2", "ffn.net.2"),
+    ("norm3", "norm2"),
+    ("norm2", "norm3"),
+    ("modulation", "scale_shift_table"),
+)
+# outside the blocks
+STEM = (
+    ("time_embedding.0", "condition_embedder.time_embedder.linear_1"),
+    ("time_embedding.2", "condition_embedder.time_embedder.linear_2"),
+    ("time_projection.1", "condition_embedder.time_proj"),
+    ("text_embedding.0", "condition_embedder.text_embedder.linear_1"),
+    ("text_embedding.2", "condition_embedder.text_embedder.linear_2"),
+    ("img_emb.proj.0", "condition_embedder.image_embedder.norm1"),
+    ("img_emb.proj.1", "condition_embedder.image_embedder.ff.net.0.proj"),
+    ("img_emb.proj.3", "condition_embedder.image_embedder.ff.net.2"),
+    ("img_emb.proj.4", "condition_embedder.image_embedder.norm2"),
+    ("head.head", "proj_out"),
+    ("head.modulation", "scale_shift_table"),
+    ("vace_blocks.{n}.before_proj", "vace_blocks.{n}.proj_in"),
+    ("vace_blocks.{n}.after_proj", "vace_blocks.{n}.proj_out"),
+)
+BLOCKS = ("blocks.{n}", "vace_blocks.{n}")
+
+IMAGE_BRANCH = SkipRule(
+    reason="image branch of Wan2.1, which this base does not have",
+    modules=(
+        "blocks.{n}.cross_attn.k_img",
+        "blocks.{n}.cross_attn.v_img",
+        "blocks.{n}.cross_attn.norm_k_img",
+        "img_emb.proj.{n}",
+    ),
+    # Wan2.2-I2V-A14B takes the image as 36 input channels and has no image branch; LightX2V
+    # publishes the Wan2.1-I2V distill file for it (ModelTC/LightX2V issue 1246).
+    witness="patch_embedding.weight",
+    axis=1,
+    sizes=(36,),
+)
+
+SIGNATURE = (
+    "blocks.{n}.modulation",
+    "blocks.{n}.scale_shift_table",
+    # attention and feed-forward; norms alone would say too little
+    *(f"{block}.{name}.{leaf}" for block in BLOCKS for row in BLOCK[:17] for name in row for leaf in LEAVES),
+)
+
+
+def _kin(
+    blocks: int, dim: int, channels: int, *models: str, expert_of: str | None = None, image: bool = False
+) -> Kin:
+    k_img = (dim,) if image else ()
+    return Kin(
+        models,
+        (expert_of,) if expert_of else (),
+        blocks,
+        {
+            "patch_embedding.weight": (dim, channels, -1, -1, -1),
+            "blocks.0.cross_attn.k_img.bias": k_img,
+            "vace_blocks.0.before_proj.bias": (),
+        },
+    )
+
+
+def _vace(blocks: int, dim: int, model: str) -> Kin:
+    return Kin(
+        (model,),
+        (),
+        blocks,
+        {"patch_embedding.weight": (dim, 16, -1, -1, -1), "vace_blocks.0.before_proj.bias": (dim,)},
+    )
+
+
+WAN = Family(
+    name="wan",
+    signature=SIGNATURE,
+    renames=Renames(
+        STEM + tuple((f"{block}.{native}", f"{block}.{ours}") for block in BLOCKS for native, ours in BLOCK)
+    ),
+    block="blocks.{n}.",
+    # WanTransformer3DModel._keep_in_fp32_modules
+    keep_float32=frozenset({"time_embedder", "scale_shift_table", "norm1", "norm2", "norm3"}),
+    experts={"transformer": "high_noise", "transformer_2": "low_noise"},
+    skips=(IMAGE_BRANCH,),
+    kin=(
+        _kin(30, 1536, 16, "Wan2.1-T2V-1.3B"),
+        _kin(40, 5120, 16, "Wan2.1-T2V-14B", expert_of="Wan2.2-T2V-A14B"),
+        _kin(40, 5120, 36, "Wan2.1-I2V-14B", image=True),
+        _kin(40, 5120, 36, expert_of="Wan2.2-I2V-A14B"),
+        _kin(30, 3072, 48, "Wan2.2-TI2V-5B"),
+        _vace(30, 1536, "Wan2.1-VACE-1.3B"),
+        _vace(40, 5120, "Wan2.1-VACE-14B"),
+    ),
+)

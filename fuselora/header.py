@@ -1,0 +1,219 @@
+"""The safetensors header: read with every claim checked, and written. Standard library only.
+
+Format: https://huggingface.co/docs/safetensors/index#format - eight bytes of little-endian header
+length, a JSON header, then the tensors' bytes back to back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NoReturn, cast
+
+from fuselora.errors import FormatError, InputError
+
+DTYPE_BITS: Mapping[str, int] = {
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+    "F8_E5M2FNUZ": 8, "F8_E4M3FNUZ": 8,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
+    "I32": 32, "U32": 32, "F32": 32,
+    "I64": 64, "U64": 64, "F64": 64, "C64": 64,
+}  # fmt: skip
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library refuses longer headers
+PAGE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a file: ``start`` and ``end`` are byte offsets in the data section."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def n_bytes(self) -> int:
+        return self.end - self.start
+
+    @property
+    def n_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A file's header: its tensors in file order, which is also data order, without gaps.
+
+    ``n_bytes`` is the size of the whole file, ``data_start`` where the tensors' bytes begin, and
+    ``sha256`` the hex digest of everything before them.
+    """
+
+    path: Path
+    n_bytes: int
+    data_start: int
+    tensors: tuple[TensorInfo, ...]
+    metadata: Mapping[str, str]
+    sha256: str
+
+    def by_name(self) -> dict[str, TensorInfo]:
+        return {tensor.name: tensor for tensor in self.tensors}
+
+
+def read_header(path: Path) -> Header:
+    """The checked header of ``path``.
+
+    Raises ``InputError`` if the file cannot be opened and ``FormatError`` if it is not safetensors,
+    is cut short or over-long, or its header lies about names, dtypes, shapes or offsets.
+    """
+    try:
+        with path.open("rb") as stream:
+            n_bytes = path.stat().st_size
+            raw = _raw_header(path, stream, n_bytes)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}", path=str(path)) from error
+    tensors, metadata = _parse(path, raw[8:])
+    _check_layout(path, tensors, n_bytes - len(raw), n_bytes)
+    return Header(path, n_bytes, len(raw), tensors, metadata, hashlib.sha256(raw).hexdigest())
+
+
+def encode_header(
+    tensors: Iterable[TensorInfo], metadata: Mapping[str, str], *, congruent_to: int = 0
+) -> bytes:
+    """Header bytes, padded with spaces so that the data starts at ``congruent_to`` modulo 4096."""
+    document: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    for tensor in tensors:
+        document[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [tensor.start, tensor.end],
+        }
+    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    padded = len(text) + (congruent_to - 8 - len(text)) % PAGE
+    return padded.to_bytes(8, "little") + text.ljust(padded, b" ")
+
+
+def _raw_header(path: Path, stream: BinaryIO, n_bytes: int) -> bytes:
+    """Length and JSON text, as they stand in the file."""
+    prefix = stream.read(8)
+    _refuse_lookalike(path, prefix + stream.read(504), n_bytes)
+    if len(prefix) < 8:
+        _broken(path, f"is {n_bytes} bytes long, too short for a safetensors file")
+    length = int.from_bytes(prefix, "little")
+    if length > MAX_HEADER_BYTES:
+        _broken(path, f"claims a header of {length} bytes, over the cap of {MAX_HEADER_BYTES}")
+    if 8 + length > n_bytes:
+        _broken(path, f"is cut short: its header needs {8 + length} bytes and the file has {n_bytes}")
+    stream.seek(8)
+    text = stream.read(length)
+    if not text.startswith(b"{"):
+        _broken(path, "has a header that is not a JSON object")
+    return prefix + text
+
+
+LOOKALIKES: tuple[tuple[bytes, str, str], ...] = (
+    (b"version https://git-lfs", "a Git LFS pointer", "Fetch the real file with 'git lfs pull'."),
+    (b"PK\x03\x04", "a zip archive, perhaps a torch checkpoint", "Convert it to safetensors."),
+    (b"\x80\x02", "a pickle", "Pickles are never loaded; convert it to safetensors."),
+    (b"\x80\x03", "a pickle", "Pickles are never loaded; convert it to safetensors."),
+    (b"\x80\x04", "a pickle", "Pickles are never loaded; convert it to safetensors."),
+    (b"\x80\x05", "a pickle", "Pickles are never loaded; convert it to safetensors."),
+    (b"GGUF", "a GGUF file, a quantised base", "Use the unquantised safetensors."),
+    (b"<", "an HTML or XML page", "The download was answered with a web page; fetch it again."),
+)
+SUFFIX_HINT = "Convert it to safetensors; fuselora never unpickles anything."
+
+
+def _refuse_lookalike(path: Path, start: bytes, n_bytes: int) -> None:
+    """Name what a file that is no safetensors file looks like."""
+    if n_bytes == 0:
+        _broken(path, "is empty")
+    # A real header's ninth byte is '{', whatever its length says.
+    if start[8:9] == b"{":
+        return
+    for magic, what, hint in LOOKALIKES:
+        if start.lstrip().startswith(magic):
+            _broken(path, f"is not safetensors: it looks like {what}", hint)
+    if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
+        _broken(path, f"is not safetensors but a {path.suffix} file", SUFFIX_HINT)
+
+
+def _parse(path: Path, text: bytes) -> tuple[tuple[TensorInfo, ...], Mapping[str, str]]:
+    document = _json_object(path, text)
+    metadata = document.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        _broken(path, "has a __metadata__ that is not a map of strings")
+    tensors = [_tensor(path, name, entry) for name, entry in document.items()]
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
+    return tuple(tensors), cast(Mapping[str, str], metadata)
+
+
+def _json_object(path: Path, text: bytes) -> dict[str, object]:
+    try:
+        document = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        _broken(path, f"has a broken header: {error}")
+    if not isinstance(document, dict):
+        _broken(path, "has a header that is not a JSON object")
+    return document
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"the name {name!r} appears twice")
+            seen.add(name)
+    return found
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _tensor(path: Path, name: str, entry: object) -> TensorInfo:
+    """One header entry, its own claims checked: dtype, shape, and a range that fits both."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        _broken(path, f"has a malformed entry for tensor {name!r}", tensor=name)
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        _broken(path, f"tensor {name!r} has the unknown dtype {dtype!r}", tensor=name)
+    if not _naturals(shape):
+        _broken(path, f"tensor {name!r} has the impossible shape {shape!r}", tensor=name)
+    if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        _broken(path, f"tensor {name!r} has the impossible range {offsets!r}", tensor=name)
+    bits = math.prod(shape) * DTYPE_BITS[dtype]
+    if bits != 8 * (offsets[1] - offsets[0]):
+        have = offsets[1] - offsets[0]
+        _broken(path, f"tensor {name!r} spans {have} bytes; {dtype} {shape} needs {bits / 8:g}", tensor=name)
+    return TensorInfo(name, dtype, tuple(shape), offsets[0], offsets[1])
+
+
+def _naturals(value: object) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
+
+
+def _check_layout(path: Path, tensors: tuple[TensorInfo, ...], data_bytes: int, n_bytes: int) -> None:
+    """Tensors lie back to back and fill the file exactly."""
+    at = 0
+    for tensor in tensors:
+        if tensor.start != at:
+            what = "overlaps the one before it" if tensor.start < at else "leaves a hole before it"
+            _broken(path, f"tensor {tensor.name!r} {what}", tensor=tensor.name)
+        at = tensor.end
+    if at != data_bytes:
+        declared = n_bytes - data_bytes + at
+        what = "is cut short" if at > data_bytes else "is over-long"
+        _broken(path, f"{what}: its header declares {declared} bytes and the file has {n_bytes}")
+
+
+def _broken(path: Path, what: str, hint: str | None = None, **facts: object) -> NoReturn:
+    raise FormatError(f"{path}: {what}", hint=hint, path=str(path), **facts)

@@ -1,0 +1,156 @@
+"""What in a folder is fuselora's own, by its marker and journal: nothing else is ever removed.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from fuselora.errors import InputError
+from fuselora.marker import FILE_NAME as MARKER_NAME
+from fuselora.marker import JOURNAL_NAME, read_marker
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+JOURNAL_FAMILY = "fuselora.journal/"
+NEW_JOURNAL_NAME = f"{JOURNAL_NAME}.new"
+CONTROL_NAMES = (MARKER_NAME, NEW_JOURNAL_NAME, JOURNAL_NAME)  # in the order they may be removed
+
+
+def files_in(folder: Path, *, skip: Collection[str] = ()) -> list[str]:
+    """Relative paths, with ``/``, of all that is not a real folder, sorted; links are not followed.
+
+    ``skip`` names entries of ``folder`` itself that are left out.
+    """
+    return sorted(_walk(folder, "", skip))
+
+
+def _walk(folder: Path, prefix: str, skip: Collection[str]) -> Iterator[str]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name in skip:
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                yield from _walk(Path(entry.path), f"{prefix}{entry.name}/", ())
+            else:
+                yield prefix + entry.name
+
+
+def journal_lines(folder: Path) -> list[dict[str, object]]:
+    """The whole lines of the journal in ``folder``, header first, up to a torn or broken one.
+
+    Empty if there is no journal or its first line is not a header of any version of fuselora.
+    """
+    path = folder / JOURNAL_NAME
+    if not _is_plain_file(path):
+        return []
+    lines: list[dict[str, object]] = []
+    # What follows the last newline was cut off by a kill.
+    for raw in path.read_bytes().split(b"\n")[:-1]:
+        line = _json_object(raw)
+        if line is None:
+            break
+        lines.append(line)
+    return lines if lines and str(lines[0].get("schema")).startswith(JOURNAL_FAMILY) else []
+
+
+def _json_object(raw: bytes) -> dict[str, object] | None:
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) else None
+
+
+def marked_files(folder: Path) -> frozenset[str] | None:
+    """The files that the marker of ``folder`` lists; None without a valid marker of our own."""
+    if not _is_plain_file(folder / MARKER_NAME):
+        return None
+    try:
+        marker = read_marker(folder)
+    except InputError:
+        return None
+    return None if marker is None else frozenset(record.path for record in marker.files)
+
+
+def is_marked(folder: Path) -> bool:
+    """``folder`` is a real folder and holds a valid marker."""
+    return is_real_folder(folder) and marked_files(folder) is not None
+
+
+def claimed(folder: Path) -> frozenset[str]:
+    """Every path in ``folder`` that its marker or its journal lists, and those two files themselves."""
+    lines, marked = journal_lines(folder), marked_files(folder)
+    own = {name for name in (NEW_JOURNAL_NAME, JOURNAL_NAME) if _is_plain_file(folder / name)}
+    if lines or marked is not None:
+        own.add(MARKER_NAME)
+    return frozenset(own) | (marked or frozenset()) | _journaled(lines)
+
+
+def _journaled(lines: list[dict[str, object]]) -> frozenset[str]:
+    if not lines:
+        return frozenset()
+    listed = lines[0].get("files")
+    paths = [*(listed if isinstance(listed, list) else ()), *(line.get("path") for line in lines[1:])]
+    return frozenset(path for path in paths if isinstance(path, str) and is_inside(path))
+
+
+def strangers(folder: Path, *, skip: Collection[str] = ()) -> list[str]:
+    """The files of ``folder`` that are not ours, sorted."""
+    own = claimed(folder)
+    return [path for path in files_in(folder, skip=skip) if path not in own]
+
+
+def clear(folder: Path, *, keep: Collection[str] = (), skip: Collection[str] = ()) -> None:
+    """Removes our own files from ``folder`` but those in ``keep``, and then the empty folders in it.
+
+    Marker and journal go last, so that a kill on the way leaves a folder that is still ours.
+    """
+    own = claimed(folder) - set(keep)
+    present = files_in(folder, skip=skip)
+    for path in present:
+        if path in own and path not in CONTROL_NAMES:
+            (folder / path).unlink()
+    for name in CONTROL_NAMES:
+        if name in own and name in present:
+            (folder / name).unlink()
+    prune(folder, skip=skip)
+
+
+def remove(folder: Path) -> None:
+    """Removes our own files from ``folder`` and, if nothing else is left, ``folder``."""
+    clear(folder)
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def prune(folder: Path, *, skip: Collection[str] = ()) -> None:
+    """Removes the folders inside ``folder`` that hold no file."""
+    with os.scandir(folder) as entries:
+        inner = [entry for entry in entries if entry.name not in skip]
+    for entry in inner:
+        if entry.is_dir(follow_symlinks=False):
+            prune(Path(entry.path))
+            with suppress(OSError):
+                Path(entry.path).rmdir()
+
+
+def is_inside(path: str) -> bool:
+    """``path`` is relative and stays in the folder it is relative to."""
+    pure = PurePosixPath(path)
+    return bool(pure.parts) and not pure.is_absolute() and ".." not in pure.parts
+
+
+def is_real_folder(path: Path) -> bool:
+    """A folder, and not a link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def _is_plain_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()

@@ -1,0 +1,173 @@
+"""The journal of a run: which shards are finished, so that a killed run goes on where it stopped.
+
+One JSON object a line. The first is a header: schema, the plan's fingerprint, the tool's version and
+every path that the run may write. Each further line is one finished shard. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING
+
+from fuselora import __version__
+from fuselora.digest import sha256_file
+from fuselora.marker import JOURNAL_NAME
+from fuselora.output import claims
+from fuselora.output.claims import JOURNAL_FAMILY, NEW_JOURNAL_NAME
+from fuselora.output.disk import sync_folder, write_file, writing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+SCHEMA = f"{JOURNAL_FAMILY}1"
+
+
+@dataclass(frozen=True, slots=True)
+class BaseState:
+    """The base file that a shard was made from, as it was when it was read; ``n_bytes`` is its size."""
+
+    sha256: str
+    n_bytes: int
+    mtime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, status: os.stat_result, sha256: str) -> BaseState:
+        """From a ``stat`` taken before the file was read: an edit during the read then shows later."""
+        return cls(sha256, status.st_size, status.st_mtime_ns, status.st_ino)
+
+    def matches(self, status: os.stat_result) -> bool:
+        """Size, modification time and inode are still the same; the content is not read."""
+        return self == BaseState.of(status, self.sha256)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One finished shard: ``path`` relative to the folder, size and hex sha256 of what was written."""
+
+    path: str
+    n_bytes: int
+    sha256: str
+    base: BaseState
+
+
+class Journal:
+    """An open journal; ``close`` it, or use it in a ``with``."""
+
+    def __init__(self, folder: Path, descriptor: int, entries: Mapping[str, Entry]) -> None:
+        self._path = folder / JOURNAL_NAME
+        self._descriptor = descriptor
+        self._entries = dict(entries)
+
+    @classmethod
+    def open(cls, folder: Path, fingerprint: str, *, files: Iterable[str]) -> Journal:
+        """The journal of ``folder``, begun anew unless the one there is of the same fingerprint.
+
+        ``files`` are all relative paths that this run may write, side files and indexes included;
+        only what is listed can be removed after a kill. Everything of ours in ``folder`` that is not
+        a shard finished by the same plan is removed now. Raises ``OutputError``.
+        """
+        listed = sorted(set(files))
+        with writing(folder / JOURNAL_NAME):
+            kept = {path: entry for path, entry in read(folder, fingerprint).items() if path in set(listed)}
+            claims.clear(folder, keep={*kept, JOURNAL_NAME})
+            _begin(folder, fingerprint, listed, kept.values())
+            flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+            return cls(folder, os.open(folder / JOURNAL_NAME, flags), kept)
+
+    def record(self, entry: Entry) -> None:
+        """Adds a finished shard, whose file is on disk; durable when this returns. Raises ``OutputError``."""
+        line = _encode(_document(entry))
+        with writing(self._path, len(line)):
+            self._append(line)
+        self._entries[entry.path] = entry
+
+    def _append(self, line: bytes) -> None:
+        before = os.fstat(self._descriptor).st_size
+        try:
+            rest = memoryview(line)
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+            os.fsync(self._descriptor)
+        except OSError:
+            # Half a line would hide whatever is recorded after it.
+            with suppress(OSError):
+                os.ftruncate(self._descriptor, before)
+            raise
+
+    def finished(self) -> Mapping[str, Entry]:
+        """The finished shards by path. A file is not trusted yet: see ``reusable``."""
+        return MappingProxyType(self._entries)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read(folder: Path, fingerprint: str) -> dict[str, Entry]:
+    """The finished shards in the journal of ``folder``; none if it is of another schema or fingerprint.
+
+    A torn line, left by a kill, and all after it are ignored.
+    """
+    lines = claims.journal_lines(folder)
+    if not lines or (lines[0]["schema"], lines[0].get("fingerprint")) != (SCHEMA, fingerprint):
+        return {}
+    entries = (_entry(line) for line in lines[1:])
+    return {entry.path: entry for entry in entries if entry is not None and claims.is_inside(entry.path)}
+
+
+def reusable(entry: Entry, file: Path, base_file: Path) -> bool:
+    """``base_file`` is the same by size, mtime and inode; ``file``, read whole, has the recorded sha256."""
+    try:
+        if file.is_symlink() or not file.is_file() or file.stat().st_size != entry.n_bytes:
+            return False
+        return entry.base.matches(base_file.stat()) and sha256_file(file) == entry.sha256
+    except OSError:
+        return False
+
+
+def _begin(folder: Path, fingerprint: str, files: list[str], kept: Iterable[Entry]) -> None:
+    """Replaces the journal in one step, so that a kill leaves the former or the new one whole."""
+    header = {"schema": SCHEMA, "fingerprint": fingerprint, "tool": __version__, "files": files}
+    lines = [_encode(header), *(_encode(_document(entry)) for entry in kept)]
+    write_file(folder / NEW_JOURNAL_NAME, b"".join(lines))
+    (folder / NEW_JOURNAL_NAME).replace(folder / JOURNAL_NAME)
+    sync_folder(folder)
+
+
+def _encode(document: Mapping[str, object]) -> bytes:
+    return json.dumps(document, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def _document(entry: Entry) -> dict[str, object]:
+    base = entry.base
+    state = {"sha256": base.sha256, "size": base.n_bytes, "mtime_ns": base.mtime_ns, "inode": base.inode}
+    return {"path": entry.path, "bytes": entry.n_bytes, "sha256": entry.sha256, "base": state}
+
+
+def _entry(line: Mapping[str, object]) -> Entry | None:
+    """The shard of one line; None if it is not as ``_document`` writes it."""
+    base = line.get("base")
+    if not isinstance(base, dict):
+        return None
+    texts = (line.get("path"), line.get("sha256"), base.get("sha256"))
+    numbers = (line.get("bytes"), base.get("size"), base.get("mtime_ns"), base.get("inode"))
+    if not all(isinstance(text, str) for text in texts) or not all(type(n) is int for n in numbers):
+        return None
+    path, sha256, base_sha256 = (str(text) for text in texts)
+    n_bytes, size, mtime_ns, inode = (n for n in numbers if isinstance(n, int))
+    return Entry(path, n_bytes, sha256, BaseState(base_sha256, size, mtime_ns, inode))

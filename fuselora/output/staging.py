@@ -1,0 +1,221 @@
+"""Where a run writes, and how that becomes OUT in one step. Standard library only.
+
+``prepare`` refuses before anything is written; inside ``open_stage`` the caller fills ``Stage.folder``,
+marker last; ``publish`` puts it in OUT's place and ``discard`` leaves nothing of it. Killed at any
+moment, OUT is what it was, absent or complete, and a rerun goes on.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fuselora.errors import OutputError
+from fuselora.marker import JOURNAL_NAME
+from fuselora.output import claims, lock, occupancy, volume
+from fuselora.output.claims import NEW_JOURNAL_NAME
+from fuselora.output.disk import sync_folder, sync_tree, write_file, writing
+from fuselora.output.exchange import exchange
+from fuselora.output.inputs import refuse_inputs, refuse_links
+from fuselora.output.space import nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+__all__ = ["JOURNAL_NAME", "Stage", "discard", "open_stage", "prepare", "publish"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Where the files of ``out`` are written until they are published.
+
+    ``folder`` takes the files: ``OUT.partial`` beside OUT, or a folder inside OUT if that is a mount
+    point (``mounted``). ``lock`` guards it. ``former`` is where an output being replaced may stand for
+    a moment. ``replaces`` says that OUT held a fused checkpoint of ours, ``restart`` that an earlier
+    partial run is dropped, and ``made`` are the parents of OUT that did not exist, outermost first.
+    """
+
+    out: Path
+    folder: Path
+    lock: Path
+    former: Path
+    mounted: bool
+    replaces: bool
+    restart: bool
+    made: tuple[Path, ...]
+
+
+def prepare(out: Path, *, inputs: Sequence[Path], overwrite: bool, restart: bool) -> Stage:
+    """Where to write for ``out``; nothing is written yet.
+
+    ``inputs`` are the base's folder or file and the LoRA files. Raises ``OutputError`` if OUT is taken
+    and may not be replaced, is tangled with an input or cannot be made, if what stands in the
+    staging folder's place is not ours, or if a live process is writing there.
+    """
+    with writing(out):
+        stage = _stage(_resolved(out), restart)
+        refuse_inputs((stage.out, stage.folder), inputs)
+        _refuse_parent(stage)
+        if occupancy.refuse_occupied(stage, overwrite):
+            refuse_links(stage.out, inputs)
+        occupancy.refuse_foreign(stage.folder)
+        lock.refuse_held(stage.lock)
+        return stage
+
+
+@contextmanager
+def open_stage(stage: Stage) -> Iterator[Stage]:
+    """Holds the lock of ``stage`` with its folder in place; ``publish`` and ``discard`` belong inside.
+
+    A publication that a kill interrupted is undone first, and with ``restart`` the earlier run's
+    files go. The folder stays when this ends. Raises ``OutputError``.
+    """
+    try:
+        with writing(stage.folder):
+            stage.lock.parent.mkdir(parents=True, exist_ok=True)
+        with lock.held(stage.lock):
+            with writing(stage.folder):
+                _settle(stage)
+            yield stage
+    finally:
+        _remove_made(stage)
+
+
+def publish(stage: Stage, *, overwrite: bool) -> None:
+    """Puts the staged folder, whose marker is its last file, in OUT's place: one rename, or an exchange.
+
+    All files must be on disk. The marker must list every file there is, but itself. Raises
+    ``OutputError``; the stage is then still there, unless the message says that OUT is complete.
+    """
+    with writing(stage.out):
+        occupancy.refuse_incomplete(stage.folder)
+        replaces = occupancy.refuse_occupied(stage, overwrite)
+        sync_tree(stage.folder)
+        if stage.mounted:
+            volume.move_up(stage.folder, stage.out, stage.former)
+        elif replaces:
+            _replace(stage)
+        else:
+            _rename(stage.folder, stage.out)
+    if overwrite and not stage.mounted and occupancy.is_set_aside(stage.former):
+        _drop_former(stage.former, stage.out)
+
+
+def discard(stage: Stage) -> None:
+    """Removes what was staged; files that are not ours stay. ``open_stage`` takes the parents it made."""
+    with writing(stage.folder):
+        if occupancy.is_ours(stage.folder):
+            claims.remove(stage.folder)
+
+
+def _stage(out: Path, restart: bool) -> Stage:
+    mounted = volume.is_mount(out)
+    folder = out / volume.STAGE_NAME if mounted else out.with_name(f"{out.name}.partial")
+    former = out / volume.FORMER_NAME if mounted else out.with_name(f"{out.name}.old")
+    made = [parent for parent in reversed(out.parents) if not parent.exists()]
+    return Stage(
+        out=out,
+        folder=folder,
+        lock=folder.with_name(f"{folder.name}.lock"),
+        former=former,
+        mounted=mounted,
+        replaces=occupancy.holds_output(out, former, mounted),
+        restart=restart,
+        made=tuple(made),
+    )
+
+
+def _resolved(out: Path) -> Path:
+    """``out`` as one absolute path, its parents' links followed; a link itself is refused."""
+    if out.is_symlink():
+        occupancy.refuse(out, f"is a link to {out.readlink()}", "Name the folder itself.")
+    try:
+        return out.resolve()
+    except RuntimeError as error:  # a loop of links, before Python 3.13
+        occupancy.refuse(out, str(error), occupancy.APART)
+
+
+def _refuse_parent(stage: Stage) -> None:
+    parent = nearest(stage.lock.parent)
+    if not parent.is_dir():
+        occupancy.refuse(stage.out, f"cannot be made: {parent} is not a folder", occupancy.APART)
+    if not os.access(parent, os.W_OK | os.X_OK):
+        occupancy.refuse(stage.out, f"cannot be made: {parent} cannot be written", occupancy.APART)
+
+
+def _settle(stage: Stage) -> None:
+    """Under the lock: what ``prepare`` saw is seen again, as another run may have ended meanwhile."""
+    occupancy.refuse_foreign(stage.folder)
+    if stage.mounted:
+        volume.roll_back(stage.folder, stage.out, stage.former)
+    if claims.is_marked(stage.out) and not stage.replaces:
+        what, hint = "was written by another run meanwhile", "--overwrite replaces it."
+        occupancy.refuse(stage.out, what, hint)
+    if stage.restart and stage.folder.exists():
+        claims.remove(stage.folder)
+    stage.folder.mkdir(exist_ok=True)
+
+
+def _rename(folder: Path, out: Path) -> None:
+    """The rename that publishes; an empty OUT is replaced by it."""
+    _without_journal(folder, lambda: folder.rename(out).exists())
+    sync_folder(out.parent)
+
+
+def _replace(stage: Stage) -> None:
+    if not _without_journal(stage.folder, lambda: exchange(stage.folder, stage.out)):
+        _replace_in_two_steps(stage)
+        return
+    sync_folder(stage.out.parent)
+    _drop_former(stage.folder, stage.out)
+
+
+def _replace_in_two_steps(stage: Stage) -> None:
+    """Without an exchange OUT is absent for a moment; what was there stands in ``OUT.old``."""
+    if os.path.lexists(stage.former):
+        if not occupancy.is_set_aside(stage.former) and not occupancy.is_bare(stage.former):
+            what, hint = f"is in the way of replacing {stage.out}", "Move it away and run again."
+            occupancy.refuse(stage.former, what, hint)
+        claims.remove(stage.former)
+    # The journal tells this folder from a copy that the user keeps under that name.
+    write_file(stage.out / JOURNAL_NAME, b"")
+    stage.out.rename(stage.former)
+    try:
+        _rename(stage.folder, stage.out)
+    except OSError:
+        stage.former.rename(stage.out)
+        (stage.out / JOURNAL_NAME).unlink(missing_ok=True)
+        raise
+
+
+def _drop_former(former: Path, out: Path) -> None:
+    try:
+        claims.remove(former)
+        sync_folder(out.parent)
+    except OSError as error:
+        what = f"could not be removed: {error.strerror}. {out} is complete, and this is what it replaced"
+        raise OutputError(f"{former}: {what}", hint="Remove it by hand.", path=str(former)) from error
+
+
+def _without_journal(folder: Path, move: Callable[[], bool]) -> bool:
+    """What ``move`` says; the journal is out of the folder for it, and back if nothing moved."""
+    journal = folder / JOURNAL_NAME
+    (folder / NEW_JOURNAL_NAME).unlink(missing_ok=True)
+    content = journal.read_bytes() if journal.is_file() else None
+    journal.unlink(missing_ok=True)
+    moved = False
+    try:
+        moved = move()
+    finally:
+        if not moved and content is not None and folder.is_dir():
+            write_file(journal, content)
+    return moved
+
+
+def _remove_made(stage: Stage) -> None:
+    for parent in reversed(stage.made):
+        with suppress(OSError):
+            parent.rmdir()

@@ -1,0 +1,189 @@
+"""merge and plan: the only module that knows the order of the rooms."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fuselora.checkpoint import Checkpoint, open_checkpoint
+from fuselora.checks import check
+from fuselora.errors import Fault, Notice, Refused, UsageError
+from fuselora.lora.adapter import Adapter, open_adapter
+from fuselora.match import Matching, match
+from fuselora.output import staging
+from fuselora.plan import FusePlan, build_plan
+from fuselora.progress import Progress, Silent
+from fuselora.resolve import resolve_base, resolve_lora
+from fuselora.specs import AlphaSpec, LoraSpec, Request, parse_alpha, parse_lora
+from fuselora.targets import assign
+
+if TYPE_CHECKING:
+    from fuselora.content import LoraContent
+    from fuselora.marker import Marker
+
+__all__ = ["FusePlan", "FuseReport", "merge", "merge_request", "plan", "plan_request", "request"]
+
+
+@dataclass(frozen=True, slots=True)
+class FuseReport:
+    """What ``merge`` did. ``kept`` are shards taken over from an earlier, interrupted run."""
+
+    out: Path
+    plan: FusePlan
+    marker: Marker
+    notices: tuple[Notice, ...]
+    kept: tuple[str, ...]
+    seconds: float
+
+
+def merge(
+    base: str | Path,
+    loras: Sequence[str | LoraSpec],
+    out: str | Path | None = None,
+    *,
+    progress: Progress | None = None,
+    **options: object,
+) -> FuseReport:
+    """Fuse ``loras`` into ``base`` and write ``out`` (default ``./<base name>-fused``).
+
+    ``loras`` are ``[COMPONENT=]FILE[:STRENGTH]`` texts or ``LoraSpec``; ``options`` are the fields of
+    ``Request``, the command's options. Raises ``FuseloraError``; ``out`` is then as it was.
+    """
+    return merge_request(request(base, loras, out, **options), progress or Silent())
+
+
+def plan(
+    base: str | Path,
+    loras: Sequence[str | LoraSpec],
+    out: str | Path | None = None,
+    *,
+    progress: Progress | None = None,
+    **options: object,
+) -> FusePlan:
+    """What ``merge`` would do, from headers; with ``content=True`` the LoRA data is read as well.
+
+    Raises ``FuseloraError`` as ``merge`` would.
+    """
+    return plan_request(request(base, loras, out, **options), progress or Silent())
+
+
+def request(
+    base: str | Path, loras: Sequence[str | LoraSpec], out: str | Path | None = None, **options: object
+) -> Request:
+    """The arguments of a library call as one value. Raises ``UsageError``."""
+    specs = tuple(spec for lora in loras for spec in _specs(lora))
+    if not specs:
+        raise UsageError("no LoRA was given", hint="Give at least one --lora FILE.")
+    if isinstance(alphas := options.get("alphas"), (list, tuple)):
+        options["alphas"] = tuple(_alphas(alphas))
+    where = Path(out) if out is not None else None
+    try:
+        return Request(base=str(base), loras=specs, out=where, **options)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise UsageError(f"unknown option: {error}") from error
+
+
+def plan_request(asked: Request, progress: Progress) -> FusePlan:
+    """Everything up to the plan; nothing is written."""
+    checkpoint, matchings, notices = _matched(asked, headers_only=not asked.content)
+    contents = _contents(checkpoint, matchings, asked, progress) if asked.content else None
+    return _planned(checkpoint, matchings, contents, asked, notices)
+
+
+def merge_request(asked: Request, progress: Progress) -> FuseReport:
+    """The whole run."""
+    from fuselora.build import build
+
+    started = time.monotonic()
+    checkpoint, matchings, notices = _matched(asked, headers_only=False)
+    out = asked.out or Path(f"{checkpoint.root.resolve().stem}-fused")
+    inputs = [checkpoint.root, *(m.assignment.adapter.location.path for m in matchings)]
+    stage = staging.prepare(out, inputs=inputs, overwrite=asked.overwrite, restart=asked.restart)
+    contents = _contents(checkpoint, matchings, asked, progress)
+    planned = _planned(checkpoint, matchings, contents, asked, notices)
+    built = build(planned, stage, progress, _created())
+    seconds = time.monotonic() - started
+    return FuseReport(built.out, planned, built.marker, built.notices, built.kept, seconds)
+
+
+def _matched(
+    asked: Request, *, headers_only: bool
+) -> tuple[Checkpoint, tuple[Matching, ...], tuple[Notice, ...]]:
+    """Resolve, read headers, assign, match and check. Raises ``Refused`` with every fault found."""
+    adapters = [open_adapter(resolve_lora(spec, revision=None)) for spec in asked.loras]
+    location = resolve_base(
+        asked.base, revision=asked.revision, variant=asked.variant, headers_only=headers_only
+    )
+    checkpoint = open_checkpoint(
+        location.path, source=location.source, revision=location.revision, variant=asked.variant
+    )
+    assigned = assign(adapters, checkpoint)
+    _refuse([*_adapter_faults(adapters), *assigned.faults])
+    matchings = [match(a, checkpoint.family, checkpoint.layout) for a in assigned.assignments]
+    checked = check(checkpoint, matchings, asked)
+    _refuse(checked.faults)
+    return checkpoint, checked.matchings, (*assigned.notices, *checked.notices)
+
+
+def _contents(
+    checkpoint: Checkpoint, matchings: Sequence[Matching], asked: Request, progress: Progress
+) -> tuple[LoraContent, ...]:
+    """One pass over each LoRA's data, and the checks that need it."""
+    from fuselora.content import content_faults, read_content
+
+    adapters = {m.assignment.order: m.assignment.adapter for m in matchings}
+    n_bytes = sum(adapter.header.n_bytes for adapter in adapters.values())
+    with progress.phase("read LoRAs", n_bytes) as advance:
+        contents = tuple(
+            read_content(adapters[order], digest=asked.digest, advance=advance) for order in sorted(adapters)
+        )
+    _refuse(content_faults(checkpoint, matchings, contents))
+    return contents
+
+
+def _planned(
+    checkpoint: Checkpoint,
+    matchings: Sequence[Matching],
+    contents: tuple[LoraContent, ...] | None,
+    asked: Request,
+    notices: tuple[Notice, ...],
+) -> FusePlan:
+    if contents is not None:
+        from fuselora.content import zero_notices
+
+        notices = (*notices, *zero_notices(matchings, contents))
+    return build_plan(checkpoint, matchings, contents, asked, notices)
+
+
+def _adapter_faults(adapters: Iterable[Adapter]) -> list[Fault]:
+    return [fault for adapter in adapters for fault in adapter.faults]
+
+
+def _refuse(faults: Iterable[Fault]) -> None:
+    found = tuple(faults)
+    if found:
+        raise Refused(found)
+
+
+def _specs(lora: str | LoraSpec) -> tuple[LoraSpec, ...]:
+    return (lora,) if isinstance(lora, LoraSpec) else parse_lora(str(lora))
+
+
+def _alphas(options: Sequence[object]) -> list[AlphaSpec]:
+    return [alpha if isinstance(alpha, AlphaSpec) else parse_alpha(str(alpha)) for alpha in options]
+
+
+def _created() -> datetime:
+    """Now, or the time that reproducible builds fix (https://reproducible-builds.org/specs/source-date-epoch)."""
+    epoch = os.environ.get("SOURCE_DATE_EPOCH")
+    if epoch is None:
+        return datetime.now(timezone.utc)
+    try:
+        return datetime.fromtimestamp(int(epoch), timezone.utc)
+    except (ValueError, OverflowError, OSError) as error:
+        raise UsageError(f"SOURCE_DATE_EPOCH is {epoch!r}, not a number of seconds") from error

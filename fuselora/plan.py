@@ -1,0 +1,446 @@
+"""The plan: for each output file, its header and the ordered steps that fill it. The engine only executes it.
+
+Offsets, order of sums, chunk grid, bytes and memory are all fixed here, from headers. No torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from fuselora.digest import sha256_json, tagged
+from fuselora.header import DTYPE_BITS, PAGE, Header, TensorInfo, encode_header
+from fuselora.marker import FINGERPRINT_KEY, SCHEMA
+from fuselora.match import FUSABLE, Hit, Matching
+
+if TYPE_CHECKING:
+    from fuselora.checkpoint import Checkpoint, Component
+    from fuselora.content import LoraContent
+    from fuselora.errors import Notice
+    from fuselora.families import Family, Layout
+    from fuselora.specs import Dtype, Request
+
+CHUNK_ELEMENTS = 1 << 20  # a chunk and its float32 copy stay in a core's cache
+UNIT_ROWS = 64  # fewer rows were seen to change the bits of a matrix product
+COPY_BYTES = 8 << 20  # one read of a copied range
+COMPONENT_KEY = "fuselora.component"  # tells the shards of two experts apart, which are else alike
+PENDING = tagged("0" * 64)  # stands for the fingerprint while the LoRA data is unread: same length
+DTYPE_CODES: Mapping[Dtype, str] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A LoRA tensor on disk: ``offset`` from the start of the file, in bytes."""
+
+    path: Path
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """W += scale * up @ down, with up (out, rank) and down (rank, in)."""
+
+    up: Factor
+    down: Factor
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """W += scale * diff, of W's own shape."""
+
+    diff: Factor
+    scale: float
+
+
+Delta = LowRank | Full
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Bytes taken over as they are, from ``source`` in the base file to ``target`` in the output."""
+
+    source: int
+    target: int
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fuse:
+    """One tensor computed anew: ``rows`` x ``columns`` elements, in the chunks of rows given.
+
+    Without deltas it is only cast. ``base_dtype`` and ``dtype`` are safetensors codes.
+    """
+
+    base_key: str
+    base_dtype: str
+    dtype: str
+    rows: int
+    columns: int
+    source: int
+    target: int
+    chunks: tuple[tuple[int, int], ...]
+    deltas: tuple[Delta, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        return self.rows * self.columns * DTYPE_BITS[self.dtype] // 8
+
+    @property
+    def base_bytes(self) -> int:
+        return self.rows * self.columns * DTYPE_BITS[self.base_dtype] // 8
+
+
+Step = Copy | Fuse
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """One shard to write. ``n_fused`` counts its tensors that receive a delta, a zero one too."""
+
+    path: PurePosixPath
+    base: Header
+    header: bytes
+    steps: tuple[Step, ...]
+    n_bytes: int
+    n_fused: int
+    n_tensors: int
+    in_base_order: bool
+
+    @property
+    def header_sha256(self) -> str:
+        return hashlib.sha256(self.header).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentPlan:
+    """One component's files; ``index`` is where its index goes, None for a single file without one."""
+
+    name: str
+    role: str
+    dtype: str
+    index: PurePosixPath | None
+    index_metadata: Mapping[str, object]
+    weight_map: Mapping[str, str]
+    total_size: int
+    files: tuple[OutputFile, ...]
+    n_tensors: int
+    n_fused: int
+
+
+@dataclass(frozen=True, slots=True)
+class FusePlan:
+    """Everything that will be done. ``fingerprint`` is None while the LoRA data has not been read."""
+
+    checkpoint: Checkpoint
+    request: Request
+    matchings: tuple[Matching, ...]
+    contents: tuple[LoraContent, ...] | None
+    components: tuple[ComponentPlan, ...]
+    edited: Mapping[PurePosixPath, bytes]
+    fingerprint: str | None
+    notices: tuple[Notice, ...]
+
+    @property
+    def files(self) -> tuple[OutputFile, ...]:
+        return tuple(file for component in self.components for file in component.files)
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes of weights to write."""
+        return sum(file.n_bytes for file in self.files)
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes of base weights to read."""
+        return sum(file.base.n_bytes for file in self.files)
+
+
+def build_plan(
+    checkpoint: Checkpoint,
+    matchings: Sequence[Matching],
+    contents: Sequence[LoraContent] | None,
+    request: Request,
+    notices: Sequence[Notice],
+) -> FusePlan:
+    """Lay out every output file. Inputs were checked before; nothing here refuses."""
+    fingerprint = _fingerprint(checkpoint, matchings, contents, request) if contents is not None else None
+    layouts = [
+        _ComponentLayout(
+            component,
+            checkpoint.family,
+            checkpoint.layout,
+            request,
+            _hits_of(component, matchings),
+            contents,
+        )
+        for component in checkpoint.components
+    ]
+    components = tuple(layout.plan(fingerprint or PENDING) for layout in layouts)
+    return FusePlan(
+        checkpoint=checkpoint,
+        request=request,
+        matchings=tuple(matchings),
+        contents=tuple(contents) if contents is not None else None,
+        components=components,
+        edited=_edited_configs(checkpoint, request),
+        fingerprint=fingerprint,
+        notices=tuple(notices),
+    )
+
+
+def chunk_grid(rows: int, columns: int) -> tuple[tuple[int, int], ...]:
+    """Row ranges that cover ``rows``: a function of the shape alone, each of 64 rows or more.
+
+    Ranges are whole multiples of 64 rows but the last, which takes the remainder as well.
+    """
+    per_chunk = max(1, CHUNK_ELEMENTS // max(1, columns) // UNIT_ROWS) * UNIT_ROWS
+    n_chunks = max(1, rows // per_chunk)
+    starts = [i * per_chunk for i in range(n_chunks)]
+    return tuple(zip(starts, [*starts[1:], rows], strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedHit:
+    """A hit with what the sum needs to know: whose it is and at what strength."""
+
+    hit: Hit
+    order: int
+    path: Path
+    data_start: int
+    strength: float
+
+    @property
+    def scale(self) -> float:
+        """strength * alpha / rank for a pair, the strength alone for a diff."""
+        return self.strength * (self.hit.alpha.ratio if self.hit.alpha else 1.0)
+
+    def delta(self) -> Delta:
+        if self.hit.kind == "pair":
+            up, down = (self._factor(tensor) for tensor in self.hit.tensors)
+            return LowRank(up, down, self.scale)
+        return Full(self._factor(self.hit.tensors[0]), self.scale)
+
+    def _factor(self, tensor: TensorInfo) -> Factor:
+        offset = self.data_start + tensor.start
+        return Factor(self.path, tensor.name, tensor.dtype, tensor.shape, offset, tensor.n_bytes)
+
+
+def _hits_of(component: Component, matchings: Sequence[Matching]) -> dict[str, list[PlacedHit]]:
+    """A component's hits by base tensor, in the order of the sums."""
+    hits: dict[str, list[PlacedHit]] = {}
+    for matching in matchings:
+        assignment = matching.assignment
+        if assignment.component.name != component.name:
+            continue
+        header = assignment.adapter.header
+        for hit in matching.hits:
+            placed = PlacedHit(hit, assignment.order, header.path, header.data_start, assignment.strength)
+            hits.setdefault(hit.base_key, []).append(placed)
+    return hits
+
+
+@dataclass(frozen=True, slots=True)
+class _ComponentLayout:
+    """Lays out one component: which tensors are copied, which computed, and where they go."""
+
+    component: Component
+    family: Family | None
+    layout: Layout | None
+    request: Request
+    hits: Mapping[str, list[PlacedHit]]
+    contents: Sequence[LoraContent] | None
+
+    def plan(self, fingerprint: str) -> ComponentPlan:
+        files = tuple(self._file(shard, fingerprint) for shard in self.component.shards)
+        tensors = self.component.tensors()
+        sizes = {name: self._n_bytes(tensor) for name, tensor in tensors.items()}
+        many = len(files) > 1
+        index = self.component.index or (self._new_index() if many else None)
+        return ComponentPlan(
+            name=self.component.name,
+            role=self.component.role,
+            dtype=self._main_dtype(sizes),
+            index=index,
+            index_metadata=self.component.index_metadata,
+            weight_map={t.name: s.path.name for s in self.component.shards for t in s.tensors},
+            total_size=sum(sizes.values()),
+            files=files,
+            n_tensors=len(tensors),
+            n_fused=len(self.hits),
+        )
+
+    def dtype_of(self, tensor: TensorInfo) -> str:
+        """The output dtype: as stored, unless ``--dtype`` says otherwise and nothing holds it back."""
+        start = len(self.component.prefix)
+        ours = tensor.name.startswith(self.component.prefix)
+        if self.request.dtype == "keep" or not ours or tensor.dtype not in FUSABLE:
+            return tensor.dtype
+        kept = self.family is not None and self.family.keeps_float32(tensor.name[start:], self.layout)
+        return tensor.dtype if kept and not self.request.uniform else DTYPE_CODES[self.request.dtype]
+
+    def _n_bytes(self, tensor: TensorInfo) -> int:
+        return tensor.n_elements * DTYPE_BITS[self.dtype_of(tensor)] // 8
+
+    def _main_dtype(self, sizes: Mapping[str, int]) -> str:
+        """The dtype that holds most of the component's bytes."""
+        totals: dict[str, int] = {}
+        for tensor in self.component.tensors().values():
+            dtype = self.dtype_of(tensor)
+            totals[dtype] = totals.get(dtype, 0) + sizes[tensor.name]
+        return max(totals, key=lambda dtype: totals[dtype]) if totals else "none"
+
+    def _new_index(self) -> PurePosixPath:
+        stem = re.sub(r"-\d+-of-\d+", "", self.component.shards[0].path.name)
+        return self.component.folder / f"{stem}.index.json"
+
+    def _file(self, shard: Header, fingerprint: str) -> OutputFile:
+        n_fused = sum(tensor.name in self.hits for tensor in shard.tensors)
+        placed = tuple(_placed([(tensor, self.dtype_of(tensor)) for tensor in shard.tensors]))
+        header = self._header(shard, placed, fingerprint if n_fused else None)
+        steps = tuple(self._steps(shard, placed, len(header)))
+        return OutputFile(
+            path=self.component.weight_path(shard),
+            base=shard,
+            header=header,
+            steps=steps,
+            n_bytes=len(header) + (placed[-1].end if placed else 0),
+            n_fused=n_fused,
+            n_tensors=len(placed),
+            in_base_order=[t.name for t in placed] == [t.name for t in shard.tensors],
+        )
+
+    def _header(self, shard: Header, placed: tuple[TensorInfo, ...], fingerprint: str | None) -> bytes:
+        """The base's own header bytes where nothing in it changes, else one with the metadata extended."""
+        metadata = {**shard.metadata, "format": "pt"}
+        if fingerprint:
+            metadata[FINGERPRINT_KEY] = fingerprint
+            metadata[COMPONENT_KEY] = self.component.name
+        if metadata == shard.metadata and placed == shard.tensors:
+            with shard.path.open("rb") as stream:
+                return stream.read(shard.data_start)
+        return encode_header(placed, metadata, congruent_to=shard.data_start % PAGE)
+
+    def _steps(self, shard: Header, placed: tuple[TensorInfo, ...], data_start: int) -> Iterator[Step]:
+        """Steps in output order; neighbouring copied tensors become one byte range."""
+        run: Copy | None = None
+        base = shard.by_name()
+        for tensor in placed:
+            source, target = base[tensor.name], data_start + tensor.start
+            step = self._step(source, shard.data_start + source.start, tensor, target)
+            if isinstance(step, Copy) and run and _adjoins(run, step):
+                run = Copy(run.source, run.target, run.n_bytes + step.n_bytes)
+                continue
+            if run:
+                yield run
+            run = step if isinstance(step, Copy) else None
+            if isinstance(step, Fuse):
+                yield step
+        if run:
+            yield run
+
+    def _step(self, base: TensorInfo, source: int, placed: TensorInfo, target: int) -> Step:
+        deltas = tuple(p.delta() for p in self.hits.get(base.name, ()) if not self._is_nothing(p))
+        if not deltas and base.dtype == placed.dtype:
+            return Copy(source, target, base.n_bytes)
+        rows, columns = _as_matrix(base.shape)
+        return Fuse(
+            base.name, base.dtype, placed.dtype, rows, columns, source, target,
+            chunk_grid(rows, columns), deltas,
+        )  # fmt: skip
+
+    def _is_nothing(self, placed: PlacedHit) -> bool:
+        """A delta known to be zero is left out, so that the base's bytes stay as they are."""
+        if placed.scale == 0:
+            return True
+        zero = self.contents[placed.order].zero if self.contents is not None else frozenset()
+        return any(tensor.name in zero for tensor in placed.hit.tensors)
+
+
+def _adjoins(run: Copy, step: Copy) -> bool:
+    return run.source + run.n_bytes == step.source and run.target + run.n_bytes == step.target
+
+
+def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    """(out, in) of a matrix; a vector is one row; everything after the first dimension is flattened."""
+    if len(shape) < 2:
+        return 1, shape[0] if shape else 1
+    columns = 1
+    for size in shape[1:]:
+        columns *= size
+    return shape[0], columns
+
+
+def _placed(tensors: Sequence[tuple[TensorInfo, str]]) -> Iterator[TensorInfo]:
+    """Tensors with their output dtypes and offsets: in base order where every one stays aligned,
+    else the widest dtypes first, as the safetensors library writes them."""
+    in_order = list(_laid_out(tensors))
+    moved = any(t.dtype != dtype for t, dtype in tensors)
+    if not moved or all(t.start % max(1, DTYPE_BITS[t.dtype] // 8) == 0 for t in in_order):
+        yield from in_order
+    else:
+        yield from _laid_out(sorted(tensors, key=lambda pair: -DTYPE_BITS[pair[1]]))
+
+
+def _laid_out(tensors: Sequence[tuple[TensorInfo, str]]) -> Iterator[TensorInfo]:
+    at = 0
+    for tensor, dtype in tensors:
+        end = at + tensor.n_elements * DTYPE_BITS[dtype] // 8
+        yield TensorInfo(tensor.name, dtype, tensor.shape, at, end)
+        at = end
+
+
+def _edited_configs(checkpoint: Checkpoint, request: Request) -> dict[PurePosixPath, bytes]:
+    """config.json of components whose dtype changes, where it names one; otherwise untouched."""
+    edited: dict[PurePosixPath, bytes] = {}
+    if request.dtype == "keep" or checkpoint.container == "file":
+        return edited
+    for component in checkpoint.components:
+        path = component.folder / "config.json"
+        if not {"torch_dtype", "dtype"}.isdisjoint(component.config):
+            text = (checkpoint.root / path).read_bytes().decode("utf-8")
+            edited[path] = re.sub(
+                r'("(?:torch_dtype|dtype)"\s*:\s*)"[^"]*"', rf'\1"{request.dtype}"', text
+            ).encode("utf-8")
+    return edited
+
+
+def _fingerprint(
+    checkpoint: Checkpoint,
+    matchings: Sequence[Matching],
+    contents: Sequence[LoraContent],
+    request: Request,
+) -> str:
+    """The plan's identity: base headers and sizes, LoRA contents, components and scales, dtype, schema."""
+    base = [
+        [str(component.weight_path(shard)), shard.sha256, shard.n_bytes]
+        for component in checkpoint.components
+        for shard in component.shards
+    ]
+    document = {
+        "schema": SCHEMA,
+        "dtype": request.dtype,
+        "uniform": request.uniform,
+        "reference": request.kernel == "reference",
+        "base": base,
+        "stacked_on": checkpoint.marker.fingerprint if checkpoint.marker else None,
+        "loras": [_fingerprint_row(matching, contents) for matching in matchings],
+    }
+    return tagged(sha256_json(document))
+
+
+def _fingerprint_row(matching: Matching, contents: Sequence[LoraContent]) -> list[object]:
+    assignment = matching.assignment
+    scales = [
+        [hit.base_key, hit.kind, assignment.strength * (hit.alpha.ratio if hit.alpha else 1.0)]
+        for hit in matching.hits
+    ]
+    return [contents[assignment.order].content_sha256, assignment.component.name, sorted(scales)]

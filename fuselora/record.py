@@ -1,0 +1,184 @@
+"""The marker's document, from a plan and what was written. ``marker`` reads what this builds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING
+
+from fuselora import __version__
+from fuselora.digest import artifact_digest, tagged
+from fuselora.marker import SCHEMA
+from fuselora.match import plain_name
+
+if TYPE_CHECKING:
+    from fuselora.content import LoraContent
+    from fuselora.errors import Notice
+    from fuselora.match import Hit, Matching
+    from fuselora.plan import ComponentPlan, FusePlan, OutputFile
+
+DTYPE_NAMES: Mapping[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+COUNTED = {"pair": "pairs", "diff": "diff", "diff_b": "diff_b", "diff_m": "diff_m"}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRecord:
+    """A shard as it was written; digests are hex, None without ``--digest``."""
+
+    path: str
+    n_bytes: int
+    sha256: str | None
+    base_sha256: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class SideRecord:
+    """A side file as it was placed; ``link`` is None for a copy."""
+
+    path: str
+    n_bytes: int
+    sha256: str | None
+    link: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the bits depend on beside the inputs: kernel, CPU type and torch's version."""
+
+    kernel: str
+    accumulate: str
+    cpu: str
+    torch: str
+
+
+def marker_document(
+    plan: FusePlan,
+    weights: Mapping[str, WeightRecord],
+    side_files: Sequence[SideRecord],
+    machine: Machine,
+    notices: Sequence[Notice],
+    created: datetime,
+) -> dict[str, object]:
+    """The whole ``fused.json`` of a finished run."""
+    document: dict[str, object] = {
+        "schema": SCHEMA,
+        "tool": {"name": "fuselora", "version": __version__, "torch": machine.torch},
+        "created": created.astimezone(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lora_is_fused": True,
+        "fingerprint": plan.fingerprint,
+        "base": _base(plan),
+        "components": {c.name: _component(c, weights) for c in plan.components},
+        "side_files": [_side_file(side) for side in side_files],
+        "loras": _loras(plan),
+        "warnings": [{"code": n.code, "message": n.message, **n.facts} for n in notices],
+        "math": {
+            "accumulate": machine.accumulate,
+            "rounding": "once, nearest even",
+            "device": "cpu",
+            "kernel": machine.kernel,
+            "cpu": machine.cpu,
+        },
+        "policy": {"distill_lora": "refuse", "dynamic_lora": "allow"},
+    }
+    if plan.request.digest:
+        rows = [(w.path, w.sha256 or "") for w in weights.values()]
+        rows += [(side.path, side.sha256 or "") for side in side_files]
+        document["artifact"] = tagged(artifact_digest(rows))
+    if plan.checkpoint.marker is not None:
+        document["stacked_on"] = plan.checkpoint.marker.fingerprint
+    return document
+
+
+def _base(plan: FusePlan) -> dict[str, object]:
+    checkpoint = plan.checkpoint
+    return {
+        "source": checkpoint.source,
+        "revision": checkpoint.revision,
+        "family": checkpoint.family.name if checkpoint.family else None,
+        "layout": checkpoint.layout,
+        "pipeline_class": checkpoint.pipeline_class,
+    }
+
+
+def _component(component: ComponentPlan, weights: Mapping[str, WeightRecord]) -> dict[str, object]:
+    entry: dict[str, object] = {
+        "dtype": DTYPE_NAMES.get(component.dtype, component.dtype),
+        "index": str(component.index) if component.index else None,
+        "tensors": component.n_tensors,
+        "fused": component.n_fused,
+        "copied": component.n_tensors - component.n_fused,
+        "files": [_weight_file(file, weights[str(file.path)]) for file in component.files],
+    }
+    return entry if component.role == "single" else {"role": component.role, **entry}
+
+
+def _weight_file(file: OutputFile, record: WeightRecord) -> dict[str, object]:
+    entry = {
+        "path": record.path,
+        "bytes": record.n_bytes,
+        "sha256": record.sha256,
+        "base_sha256": record.base_sha256,
+        "header_sha256": file.header_sha256,
+        "fused": file.n_fused,
+    }
+    return {key: value for key, value in entry.items() if value is not None}
+
+
+def _side_file(side: SideRecord) -> dict[str, object]:
+    entry = {"path": side.path, "bytes": side.n_bytes, "sha256": side.sha256, "link": side.link}
+    return {key: value for key, value in entry.items() if value is not None}
+
+
+def _loras(plan: FusePlan) -> list[object]:
+    """The base's own LoRAs first, when it was fused before."""
+    earlier = [dict(lora.raw) for lora in plan.checkpoint.marker.loras] if plan.checkpoint.marker else []
+    assert plan.contents is not None  # a plan without the data pass is never executed
+    return [*earlier, *(_lora(m, plan.contents[m.assignment.order]) for m in plan.matchings)]
+
+
+def _lora(matching: Matching, content: LoraContent) -> dict[str, object]:
+    assignment = matching.assignment
+    pairs = [hit for hit in matching.hits if hit.alpha is not None]
+    entry: dict[str, object] = {
+        "name": assignment.adapter.name,
+        "content_sha256": content.content_sha256,
+        "component": assignment.component.name,
+        "strength": assignment.strength,
+        "dialect": " + ".join(sorted({hit.module.dialect for hit in matching.hits})),
+        "ranks": sorted({hit.module.rank for hit in pairs}),
+        "alpha": _alpha(pairs),
+        "scales": scale_groups(matching.hits, assignment.strength),
+        "applied": applied_counts(matching.hits),
+        "skipped": [{"module": skip.module.name, "reason": skip.reason} for skip in matching.skipped],
+    }
+    return {**entry, "sha256": content.sha256} if content.sha256 else entry
+
+
+def _alpha(pairs: Sequence[Hit]) -> dict[str, object]:
+    alphas = [hit.alpha for hit in pairs if hit.alpha]
+    return {
+        "source": " + ".join(sorted({alpha.source for alpha in alphas})) or "none",
+        "values": sorted({alpha.value for alpha in alphas}),
+    }
+
+
+def scale_groups(hits: Sequence[Hit], strength: float) -> list[dict[str, object]]:
+    """Pairs that share scale, alpha, rank and source of alpha, as one entry with their modules' names."""
+    groups: dict[tuple[float, float, int, str], list[str]] = {}
+    for hit in hits:
+        if hit.alpha is not None:
+            row = (strength * hit.alpha.ratio, hit.alpha.value, hit.module.rank, hit.alpha.source)
+            groups.setdefault(row, []).append(plain_name(hit.module.name))
+    return [
+        {"scale": scale, "alpha": alpha, "rank": rank, "source": source, "modules": sorted(modules)}
+        for (scale, alpha, rank, source), modules in sorted(groups.items())
+    ]
+
+
+def applied_counts(hits: Sequence[Hit]) -> dict[str, int]:
+    """How many deltas of each kind."""
+    counts = {"pairs": 0, "diff": 0, "diff_b": 0, "diff_m": 0, "replace": 0}
+    for hit in hits:
+        counts[COUNTED[hit.kind]] += 1
+    return counts

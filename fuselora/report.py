@@ -1,0 +1,294 @@
+"""The only place that draws: tables and JSON on stdout; progress, warnings and errors on stderr."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from fuselora.errors import FuseloraError, Notice, Refused
+from fuselora.summary import error_document, lora_document, models_of, plan_document, report_document, where
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fuselora.demo import Demo
+    from fuselora.describe import Description
+    from fuselora.marker import CheckReport
+    from fuselora.match import Matching
+    from fuselora.pipeline import FuseReport
+    from fuselora.plan import FusePlan
+    from fuselora.verify import VerifyReport
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+SHOWN_ROWS = 12
+PLAIN_LINE_SECONDS = 10.0
+UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+class Reporter:
+    """One command's output. ``json`` prints one document; ``quiet`` drops progress and warnings."""
+
+    def __init__(self, *, json: bool = False, quiet: bool = False, verbose: bool = False) -> None:
+        self._json, self._quiet, self._verbose = json, quiet, verbose
+        self._out = Console(file=sys.stdout, highlight=False, soft_wrap=not sys.stdout.isatty())
+        self._err = Console(file=sys.stderr, highlight=False, soft_wrap=not sys.stderr.isatty())
+
+    # progress
+
+    @contextmanager
+    def phase(self, name: str, n_bytes: int) -> Iterator[Callable[[int], None]]:
+        """Announce a piece of work; yields what to call with the bytes done."""
+        if self._quiet or self._json:
+            yield lambda done: None
+        elif self._err.is_terminal:
+            with _bars(self._err) as bars:
+                task = bars.add_task(name, total=n_bytes)
+                yield lambda done: bars.advance(task, done)
+        else:
+            yield _PlainProgress(name, n_bytes, self._note)
+
+    # results
+
+    def plan(self, plan: FusePlan) -> None:
+        if self._json:
+            return self._document(plan_document(plan))
+        self._notices(plan.notices)
+        self._plan_tables(plan)
+        if plan.contents is None:
+            self._line(
+                "Pending without --content: non-finite and all-zero tensors, repeated LoRAs, fingerprint."
+            )
+        return None
+
+    def merged(self, report: FuseReport) -> None:
+        if self._json:
+            return self._document(report_document(report))
+        self._notices(report.notices)
+        self._plan_tables(report.plan)
+        if report.kept:
+            self._line(f"Kept from an earlier run: {len(report.kept)} finished shards.")
+        rate = report.plan.bytes_out / max(report.seconds, 1e-9)
+        self._line(
+            f"Wrote {report.out}: {amount(report.plan.bytes_out)} of weights in {report.seconds:.1f} s "
+            f"({amount(rate)}/s), fused.json beside them."
+        )
+        return None
+
+    def checked(self, out: Path, report: CheckReport) -> None:
+        if self._json:
+            return self._document(report.document())
+        state = "fused and whole" if report.whole else "fused, but not whole" if report.fused else "not fused"
+        self._line(f"{out}: {state}")
+        for finding in report.findings:
+            self._line(f"  {finding.path}: {finding.message}")
+        for record in report.marker.loras if report.marker else ():
+            self._line(f"  holds {record.name} on {record.component}, strength {record.strength:g}")
+        for outcome in report.loras:
+            said = "fused already" if outcome.records else "not in it"
+            self._line(f"  {outcome.path}: {said}")
+        return None
+
+    def verified(self, out: Path, report: VerifyReport) -> None:
+        if self._json:
+            return self._document(report.document())
+        for line in report.lines():
+            self._line(line)
+        self._line(f"{out}: {'verified' if report.ok else 'does not hold'}")
+        return None
+
+    def described(self, descriptions: Sequence[Description]) -> None:
+        if self._json:
+            return self._document({"files": [d.document() for d in descriptions]})
+        for description in descriptions:
+            self._table(description.title, description.rows())
+        return None
+
+    def demo(self, demo: Demo) -> None:
+        if self._json:
+            return self._document({**report_document(demo.merged), "verified": demo.verified.ok})
+        self.merged(demo.merged)
+        self.verified(demo.merged.out, demo.verified)
+        self._line("The same by hand:")
+        for command in demo.commands:
+            self._line(f"  {command}")
+        return None
+
+    def error(self, error: FuseloraError) -> None:
+        """The refusal on stderr; with ``--json`` also as the one document on stdout."""
+        faults = error.faults if isinstance(error, Refused) else ()
+        if self._json:
+            self._document(error_document(error, faults))
+        self._err.print(Text.assemble(("error: ", "bold red"), shown(error.message)))
+        if error.hint:
+            self._err.print(Text.assemble(("hint: ", "bold"), shown(error.hint)))
+
+    def interrupted(self) -> None:
+        self._err.print("interrupted", style="bold red")
+
+    # parts
+
+    def _plan_tables(self, plan: FusePlan) -> None:
+        checkpoint = plan.checkpoint
+        models = ", ".join(models_of(plan)) or "unknown model"
+        family = checkpoint.family.name if checkpoint.family else "no known family"
+        self._line(f"{checkpoint.source}: {models} ({family}, {checkpoint.layout or 'unknown'} names)")
+        self._components(plan)
+        for matching in plan.matchings:
+            self._lora(matching)
+        if plan.fingerprint:
+            self._line(f"Fingerprint {plan.fingerprint}")
+
+    def _components(self, plan: FusePlan) -> None:
+        table = _grid("component", "dtype", "tensors", "fused", "files", "in", "out")
+        document = plan_document(plan)
+        components = document["components"]
+        assert isinstance(components, list)
+        for entry in components:
+            role = "" if entry["role"] == "single" else f" ({entry['role']})"
+            before, after = entry["base_dtype"], entry["dtype"]
+            table.add_row(
+                shown(entry["name"] + role),
+                after if before == after else f"{before} -> {after}",
+                str(entry["tensors"]),
+                str(entry["fused"]),
+                str(entry["files"]),
+                amount(entry["bytes_in"]),
+                amount(entry["bytes_out"]),
+            )
+        self._out.print(table)
+        peak = document["peak_memory_bytes"]
+        assert isinstance(peak, int)
+        self._line(f"Peak memory about {amount(peak)}, whatever the model's size.")
+
+    def _lora(self, matching: Matching) -> None:
+        document = lora_document(matching)
+        applied, scales, skipped = document["applied"], document["scales"], document["skipped"]
+        assert isinstance(applied, dict) and isinstance(scales, list) and isinstance(skipped, list)
+        counts = ", ".join(f"{n} {kind}" for kind, n in applied.items() if n)
+        self._line("")
+        self._line(
+            f"{document['name']} on {document['component']}, strength {document['strength']:g}: "
+            f"{document['modules']} modules ({counts})"
+        )
+        for group in scales:
+            self._line(
+                f"  scale {group['scale']:g} = strength * alpha {group['alpha']:g} / rank {group['rank']} "
+                f"(alpha from {_SOURCES[group['source']]}): {group['modules']} modules"
+            )
+        self._where(matching)
+        for group in skipped:
+            self._line(f"  not applied, {group['reason']}: {len(group['modules'])} modules")
+
+    def _where(self, matching: Matching) -> None:
+        places = where(matching.hits)
+        rows = list(places.items())
+        limit = len(rows) if self._verbose else SHOWN_ROWS
+        for place, count in rows[:limit]:
+            self._line(f"  {count:>5} x {place}")
+        if len(rows) > limit:
+            self._line(f"  ... and {len(rows) - limit} more places (--verbose shows them)")
+
+    def _table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
+        self._line(title)
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in rows:
+            table.add_row(f"  {shown(name)}", shown(value))
+        self._out.print(table)
+
+    def _notices(self, notices: Sequence[Notice]) -> None:
+        if not self._quiet:
+            for notice in notices:
+                self._err.print(Text.assemble(("warning: ", "yellow"), shown(notice.message)))
+
+    def _note(self, text: str) -> None:
+        self._err.print(shown(text))
+
+    def _line(self, text: str) -> None:
+        self._out.print(Text(shown(text)))
+
+    def _document(self, document: Mapping[str, object]) -> None:
+        sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=True) + "\n")
+
+
+class _PlainProgress:
+    """Progress where no bar can be drawn: a line at the start, and one every ten seconds."""
+
+    def __init__(self, name: str, n_bytes: int, write: Callable[[str], None]) -> None:
+        self._name, self._n_bytes, self._write = name, n_bytes, write
+        self._done, self._started = 0, time.monotonic()
+        self._next = self._started + PLAIN_LINE_SECONDS
+        write(f"{name}: {amount(n_bytes)}")
+
+    def __call__(self, done: int) -> None:
+        self._done += done
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + PLAIN_LINE_SECONDS
+            rate = self._done / max(now - self._started, 1e-9)
+            left = (self._n_bytes - self._done) / max(rate, 1.0)
+            self._write(
+                f"{self._name}: {amount(self._done)} of {amount(self._n_bytes)}, "
+                f"{amount(rate)}/s, {left:.0f} s left"
+            )
+
+
+_SOURCES = {
+    "tensor": "the file's tensors",
+    "option": "--alpha",
+    "adapter_config": "adapter_config.json",
+    "metadata": "the file's metadata",
+    "rank": "none stored: rank used",
+}
+
+
+def amount(n_bytes: float) -> str:
+    """Bytes in decimal units, three digits: ``4.21 GB``."""
+    value, unit = float(n_bytes), UNITS[0]
+    for unit in UNITS:
+        if abs(value) < 999.5 or unit == UNITS[-1]:
+            break
+        value /= 1000
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
+
+
+def shown(text: object) -> str:
+    """Text from files as it may be printed: control characters and lone surrogates become escapes."""
+    plain = CONTROL.sub(lambda found: ascii(found[0])[1:-1], str(text))
+    return plain.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _grid(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="left" if number < 2 else "right", no_wrap=number > 0)
+    return table
+
+
+def _bars(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )

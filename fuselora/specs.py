@@ -1,0 +1,278 @@
+"""What the user asked for, as one frozen value: the grammar of ``--lora`` and ``--alpha``.
+
+Standard library only. The one question asked of the file system is whether a text names a file whole.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import unquote
+
+from fuselora.errors import Fault, Refused, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+ALL = "all"
+HUB = "hf://"
+COMPONENTS: Mapping[str, str] = {
+    "transformer": "transformer", "high": "transformer", "high_noise": "transformer",
+    "transformer_2": "transformer_2", "low": "transformer_2", "low_noise": "transformer_2",
+    "unet": "unet", ALL: ALL,
+}  # fmt: skip
+SHORT_NAMES: Mapping[str, str] = {
+    "Wan2.2": "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+    "Wan2.2-T2V": "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+    "Wan2.2-I2V": "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+    "Wan2.2-TI2V": "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+    "Wan2.1": "Wan-AI/Wan2.1-T2V-14B-Diffusers",
+    "Wan2.1-1.3B": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    "Wan2.1-I2V": "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers",
+    "Wan2.1-VACE": "Wan-AI/Wan2.1-VACE-14B-diffusers",
+    "Qwen-Image": "Qwen/Qwen-Image",
+}
+Dtype = Literal["keep", "bfloat16", "float16", "float32"]
+Kernel = Literal["auto", "reference"]
+Assets = Literal["copy", "hardlink", "symlink", "skip"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """One ``[COMPONENT=]FILE[:STRENGTH]``.
+
+    ``source`` is a path, an adapter folder or an ``hf://`` address as typed; ``component`` is a
+    component's name, ``"all"``, or None when the user named none; ``position`` is the place in a
+    comma list of ``listed`` files (0 of 1 for a file that stands alone).
+    """
+
+    source: str
+    strength: float = 1.0
+    component: str | None = None
+    position: int = 0
+    listed: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class AlphaSpec:
+    """``--alpha [FILE=]A``: the alpha of modules that store none, of one file or (None) of all."""
+
+    alpha: float
+    source: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Everything ``merge`` and ``plan`` were told; the meaning of each field is its option's."""
+
+    base: str
+    loras: tuple[LoraSpec, ...]
+    out: Path | None = None
+    dtype: Dtype = "keep"
+    uniform: bool = False
+    variant: str | None = None
+    alphas: tuple[AlphaSpec, ...] = ()
+    allow_unmatched: tuple[str, ...] = ()
+    strict: bool = False
+    stack: bool = False
+    kernel: Kernel = "auto"
+    jobs: int | None = None
+    assets: Assets = "copy"
+    overwrite: bool = False
+    restart: bool = False
+    digest: bool = True
+    content: bool = False
+    revision: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HubAddress:
+    """A place on the Hugging Face Hub: ``repo`` is ``owner/name``, ``path`` a file or folder in it or ""."""
+
+    repo: str
+    path: str = ""
+    revision: str | None = None
+
+    @property
+    def source(self) -> str:
+        return f"{self.repo}/{self.path}" if self.path else self.repo
+
+
+def local_path(text: str) -> Path | None:
+    """The file or folder that ``text`` names, ``~`` expanded if need be; None if there is none."""
+    if not text:
+        return None
+    for spelling in (Path(text), _expanded(text)):
+        try:
+            spelling.stat()
+        except (OSError, ValueError):
+            continue
+        return spelling
+    return None
+
+
+def local_exists(text: str) -> bool:
+    """Whether ``text`` names a file or folder on this machine."""
+    return local_path(text) is not None
+
+
+def parse_lora(text: str, *, exists: Callable[[str], bool] = local_exists) -> tuple[LoraSpec, ...]:
+    """The files of one ``[COMPONENT=]FILE[:STRENGTH][,...]``, in order.
+
+    A text that names an existing file whole is that file, and in a comma list the longest run of
+    pieces that names an existing file is one file. Raises ``UsageError`` for a text that makes no
+    sense and ``Refused`` for one file listed twice.
+    """
+    if not text:
+        raise UsageError("--lora is given no file")
+    if exists(text):
+        return (LoraSpec(text),)
+    items = _items(text, exists)
+    if len(items) > 1:
+        _check_list(text, items)
+    return tuple(
+        LoraSpec(item.source, item.strength, item.component, position, len(items))
+        for position, item in enumerate(items)
+    )
+
+
+def parse_alpha(text: str) -> AlphaSpec:
+    """The value of ``--alpha [FILE=]A``; raises ``UsageError`` unless A is one finite number."""
+    source, equals, number = text.rpartition("=")
+    if equals and not source:
+        raise UsageError(f"--alpha {text!r} names no file before its '='")
+    if not NUMBER.fullmatch(number) or not math.isfinite(float(number)):
+        raise UsageError(f"--alpha {text!r}: {number!r} is not a finite number", hint="Write [FILE=]ALPHA.")
+    return AlphaSpec(float(number), source or None)
+
+
+def parse_hub(text: str) -> HubAddress:
+    """The parts of ``hf://owner/name[@rev][/path]`` or ``hf://owner/name/path[@rev]``.
+
+    A last ``@`` that is followed by a ``.safetensors`` name belongs to the file's name. Raises
+    ``UsageError`` for anything else.
+    """
+    found = _HUB_TEXT.fullmatch(text)
+    repo, revision, path = found.groups() if found else ("", None, None)
+    path = (path or "").strip("/")
+    head, at, tail = path.rpartition("@")
+    if at and revision is None and not tail.endswith(".safetensors"):
+        path, revision = head, tail
+    if not hub_legal(repo) or revision == "" or ".." in path.split("/"):
+        hint = "Write hf://owner/name[/path/to/file][@revision]."
+        raise UsageError(f"{text!r} is no Hub address", hint=hint)
+    return HubAddress(repo, path, unquote(revision) if revision else None)
+
+
+def hub_legal(text: str) -> bool:
+    """Whether ``text`` can be the ``owner/name`` of a repository on the Hub."""
+    return bool(_REPO.fullmatch(text)) and "--" not in text and ".." not in text and not text.endswith(".git")
+
+
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+_NOT_FINITE = re.compile(r"[+-]?(nan|inf|infinity)", re.IGNORECASE)
+_NAME = r"[A-Za-z0-9_](?:[\w.-]{0,94}[A-Za-z0-9_])?"
+_REPO = re.compile(f"{_NAME}/{_NAME}", re.ASCII)
+_HUB_TEXT = re.compile(r"hf://([^/@]+/[^/@]+)(?:@(refs/(?:pr|convert)/[^/]+|[^/]*))?(?:/(.*))?")
+
+
+def _expanded(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # ~someone, who has no home here
+        return Path(text)
+
+
+def _items(text: str, exists: Callable[[str], bool]) -> list[LoraSpec]:
+    """The items of a comma list; a comma inside the name of an existing file separates nothing."""
+    pieces, items, at = text.split(","), [], 0
+    while at < len(pieces):
+        for end in range(len(pieces), at, -1):
+            item = _existing(",".join(pieces[at:end]), exists)
+            if item is not None:
+                break
+        items.append(item or _literal(pieces[at], text, exists))
+        at = end
+    return items
+
+
+def _existing(text: str, exists: Callable[[str], bool]) -> LoraSpec | None:
+    """``text`` read so that its FILE exists, with as little as possible taken off; None if it cannot be."""
+    component, rest = _component(text)
+    for target, body in ((None, text), (component, rest)):
+        if not body:
+            continue
+        if exists(body):
+            return LoraSpec(body, component=target)
+        source, _, strength = body.rpartition(":")
+        if source and exists(source):
+            number = _strength(strength, text)
+            if number is not None:
+                return LoraSpec(source, number, target)
+    return None
+
+
+def _component(text: str) -> tuple[str | None, str]:
+    """``COMPONENT=rest`` taken apart; ``(None, text)`` if it does not begin with a component's name."""
+    word, equals, rest = text.partition("=")
+    return (COMPONENTS[word], rest) if equals and word in COMPONENTS else (None, text)
+
+
+def _literal(text: str, whole: str, exists: Callable[[str], bool]) -> LoraSpec:
+    """``text`` read by the grammar alone: its FILE is on the Hub or missing."""
+    component, body = _component(text)
+    if component is None:
+        _refuse_unknown_component(text, whole, exists)
+    source, colon, tail = body.rpartition(":")
+    strength = _strength(tail, text) if colon else None
+    source = body if strength is None else source
+    if not source:
+        hint = "Write [COMPONENT=]FILE[:STRENGTH]."
+        raise UsageError(f"--lora {whole!r} has an item without a file", hint=hint)
+    return LoraSpec(source, 1.0 if strength is None else strength, component)
+
+
+def _refuse_unknown_component(text: str, whole: str, exists: Callable[[str], bool]) -> None:
+    word, equals, rest = text.partition("=")
+    if equals and (rest.startswith(HUB) or _existing(rest, exists)):
+        hint = f"A component is one of {', '.join(COMPONENTS)}."
+        raise UsageError(f"--lora {whole!r}: {word!r} is not a component", hint=hint)
+
+
+def _strength(text: str, item: str) -> float | None:
+    """``text`` as a number, or None if it does not look like one."""
+    if not NUMBER.fullmatch(text) and not _NOT_FINITE.fullmatch(text):
+        return None
+    if not math.isfinite(float(text)):
+        raise UsageError(f"--lora {item!r}: the strength {text!r} is not a finite number")
+    return float(text)
+
+
+def _check_list(text: str, items: Sequence[LoraSpec]) -> None:
+    """A comma list gives each expert one file: all items in order, or each with a component of its own."""
+    named = [item.component for item in items if item.component]
+    if named and len(named) < len(items):
+        raise UsageError(
+            f"--lora {text!r} names a component for some files of the list and not for others",
+            hint="Name one for each, as in high=FILE,low=FILE, or for none.",
+        )
+    if ALL in named or len(set(named)) < len(named):
+        raise UsageError(
+            f"--lora {text!r} gives one component two files; a comma list is one file per expert",
+            hint="To add several LoRAs to one component, repeat --lora.",
+        )
+    sources = [item.source for item in items]
+    if not named and len(set(sources)) < len(sources):
+        raise Refused([_repeated(text, next(name for name in sources if sources.count(name) > 1))])
+
+
+def _repeated(text: str, source: str) -> Fault:
+    return Fault(
+        "repeated",
+        f"--lora {text!r} lists the same file twice, {source!r}; a comma list is one file per expert",
+        key=source,
+        hint=f"For one LoRA on both experts write all={source}.",
+    )

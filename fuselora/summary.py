@@ -1,0 +1,139 @@
+"""A plan and a finished run as plain data: what ``--json`` prints and the tables show.
+
+The documents are described in the README; their keys are stable between versions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from fuselora.match import Hit, Matching
+from fuselora.memory import peak_memory
+from fuselora.record import DTYPE_NAMES, applied_counts, scale_groups
+
+if TYPE_CHECKING:
+    from fuselora.checkpoint import Component
+    from fuselora.errors import Fault, FuseloraError, Notice
+    from fuselora.pipeline import FuseReport
+    from fuselora.plan import ComponentPlan, FusePlan
+
+PENDING = ("finite values", "all-zero modules", "the same LoRA twice", "fingerprint")
+
+
+def plan_document(plan: FusePlan) -> dict[str, object]:
+    """``fuselora plan --json``."""
+    checkpoint = plan.checkpoint
+    return {
+        "base": {
+            "source": checkpoint.source,
+            "revision": checkpoint.revision,
+            "container": checkpoint.container,
+            "layout": checkpoint.layout,
+            "family": checkpoint.family.name if checkpoint.family else None,
+            "models": list(models_of(plan)),
+        },
+        "components": [component_document(plan, component) for component in plan.components],
+        "loras": [lora_document(matching) for matching in plan.matchings],
+        "bytes_in": plan.bytes_in,
+        "bytes_out": plan.bytes_out,
+        "peak_memory_bytes": peak_memory(plan),
+        "fingerprint": plan.fingerprint,
+        "pending": list(PENDING) if plan.contents is None else [],
+        "warnings": notice_documents(plan.notices),
+    }
+
+
+def report_document(report: FuseReport) -> dict[str, object]:
+    """``fuselora merge --json``."""
+    return {
+        **plan_document(report.plan),
+        "out": str(report.out),
+        "artifact": report.marker.artifact,
+        "kept": list(report.kept),
+        "seconds": round(report.seconds, 3),
+        "warnings": notice_documents(report.notices),
+    }
+
+
+def error_document(error: FuseloraError, faults: tuple[Fault, ...]) -> dict[str, object]:
+    """Any refusal or failure, as ``{"error": ...}``."""
+    entry: dict[str, object] = {
+        "code": error.code,
+        "message": error.message,
+        "hint": error.hint,
+        **{key: value for key, value in error.facts.items() if key not in ("code", "message", "hint")},
+    }
+    if faults:
+        entry["faults"] = [
+            {"kind": f.kind, "message": f.message, "path": f.path, "key": f.key, **f.facts} for f in faults
+        ]
+    return {"error": entry}
+
+
+def models_of(plan: FusePlan) -> tuple[str, ...]:
+    """The published models that the base could be, by names and shapes."""
+    checkpoint = plan.checkpoint
+    if checkpoint.family is None:
+        return ()
+    shapes = checkpoint.components[0].model_shapes()
+    return checkpoint.family.models_of(shapes, len(checkpoint.components))
+
+
+def component_document(plan: FusePlan, component: ComponentPlan) -> dict[str, object]:
+    """One component: what is in it and what becomes of it."""
+    base = plan.checkpoint.component(component.name)
+    return {
+        "name": component.name,
+        "role": component.role,
+        "base_dtype": main_dtype(base) if base else None,
+        "dtype": DTYPE_NAMES.get(component.dtype, component.dtype),
+        "tensors": component.n_tensors,
+        "fused": component.n_fused,
+        "copied": component.n_tensors - component.n_fused,
+        "files": len(component.files),
+        "bytes_in": sum(file.base.n_bytes for file in component.files),
+        "bytes_out": sum(file.n_bytes for file in component.files),
+    }
+
+
+def main_dtype(component: Component) -> str:
+    """The dtype that holds most of a component's bytes, as torch calls it."""
+    totals: Counter[str] = Counter()
+    for tensor in component.tensors().values():
+        totals[tensor.dtype] += tensor.n_bytes
+    dtype = max(totals, key=lambda name: totals[name]) if totals else "none"
+    return DTYPE_NAMES.get(dtype, dtype)
+
+
+def lora_document(matching: Matching) -> dict[str, object]:
+    """One LoRA on one component: what was matched and where, at which scales, and what stays unapplied."""
+    assignment = matching.assignment
+    skipped: dict[str, list[str]] = {}
+    for skip in matching.skipped:
+        skipped.setdefault(skip.reason, []).append(skip.module.name)
+    return {
+        "name": assignment.adapter.name,
+        "component": assignment.component.name,
+        "strength": assignment.strength,
+        "modules": len({hit.module.name for hit in matching.hits}),
+        "applied": applied_counts(matching.hits),
+        "where": where(matching.hits),
+        "scales": [
+            {**group, "modules": len(modules)}
+            for group in scale_groups(matching.hits, assignment.strength)
+            if isinstance(modules := group["modules"], list)
+        ],
+        "skipped": [{"reason": reason, "modules": modules} for reason, modules in skipped.items()],
+    }
+
+
+def where(hits: tuple[Hit, ...]) -> dict[str, int]:
+    """Base tensors with numbers of blocks starred -> how many were hit."""
+    return dict(Counter(re.sub(r"\.\d+\.", ".*.", hit.base_key, count=1) for hit in hits))
+
+
+def notice_documents(notices: tuple[Notice, ...]) -> list[dict[str, object]]:
+    """Warnings as the marker holds them."""
+    return [{"code": n.code, "message": n.message, **n.facts} for n in notices]
