@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from fuselora import marker
+from fuselora.content import check_unchanged
 from fuselora.engine.kernel import Kernel, Lost, choose
+from fuselora.engine.settings import exact_settings
 from fuselora.engine.stream import WrittenFile, write_file
-from fuselora.errors import FuseloraError, Notice, OutputError
+from fuselora.errors import FuseloraError, Notice, OutputError, ReadError
 from fuselora.output import assets, disk, space, staging
 from fuselora.output.index import encode_index
 from fuselora.output.journal import BaseState, Entry, Journal, reusable
@@ -52,10 +54,8 @@ def build(plan: FusePlan, stage: Stage, progress: Progress, created: datetime) -
         side_files = run.side_files()
         n_side = sum(side.n_bytes for side in side_files)
         space.require(stage.folder, run.missing_bytes(n_side))
-        if plan.request.jobs:
-            torch.set_num_threads(plan.request.jobs)
-        torch.set_float32_matmul_precision("highest")
-        with progress.phase("fuse", plan.bytes_out + n_side) as advance:
+        phase = progress.phase("fuse", plan.bytes_out + n_side)
+        with exact_settings(plan.request.jobs), phase as advance:
             return run.everything(side_files, advance, created)
 
 
@@ -67,6 +67,7 @@ class _Build:
 
     def everything(self, side_files: tuple[SideFile, ...], advance: Advance, created: datetime) -> Built:
         weights, lost, kept = self._shards(side_files, advance)
+        self._check_loras()
         sides = [*self._indexes(), *self._edited(), *self._placed(side_files, advance)]
         notices = (*self.plan.notices, *_lost_notices(lost))
         document = marker_document(self.plan, weights, sides, self._machine(), notices, created)
@@ -85,7 +86,8 @@ class _Build:
 
         def exclude(path: str) -> bool:
             folder, _, name = path.rpartition("/")
-            return path in edited or ((folder or ".") in folders and name.endswith(marker_endings()))
+            weights = name.endswith(marker_endings()) or ".safetensors.index." in name
+            return path in edited or ((folder or ".") in folders and weights)
 
         return assets.survey(checkpoint.root, exclude=exclude)
 
@@ -116,6 +118,13 @@ class _Build:
                     records[str(file.path)] = _record(file, written.sha256, written.base_sha256)
                     lost[component.name] = lost.get(component.name, Lost()) + written.lost
         return records, lost, tuple(kept)
+
+    def _check_loras(self) -> None:
+        """What the marker will say of the LoRAs has to be true of what was added."""
+        assert self.plan.contents is not None  # a plan without the data pass is never executed
+        for matching in self.plan.matchings:
+            assignment = matching.assignment
+            check_unchanged(assignment.adapter, self.plan.contents[assignment.order])
 
     def _write(self, file: OutputFile, journal: Journal, advance: Advance) -> WrittenFile:
         target = self.stage.folder / file.path
@@ -195,10 +204,12 @@ def _kept_or_discarded(stage: Stage, *, resumable: bool) -> Iterator[None]:
     """What becomes of a stage that fails: finished shards are kept, unless the inputs are at fault."""
     try:
         yield
-    except (OutputError, KeyboardInterrupt) as error:
+    except (OutputError, ReadError, KeyboardInterrupt) as error:
+        if isinstance(error, OutputError) and error.facts.get("published"):
+            raise  # OUT is complete; only what it replaced could not be removed
         if not resumable or not any(stage.folder.rglob("*.safetensors")):
             staging.discard(stage)
-        elif isinstance(error, OutputError):
+        elif isinstance(error, FuseloraError):
             keep = f"{stage.folder} keeps what is finished: run the same command again to go on."
             error.hint = f"{error.hint} {keep}" if error.hint else keep
         raise

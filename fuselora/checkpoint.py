@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal, NoReturn
 
 from fuselora.errors import CheckpointError, InputError
 from fuselora.families import FAMILIES, Family, Layout
+from fuselora.fields import NOT_IN_PATHS
 from fuselora.header import Header, TensorInfo, read_header
 from fuselora.jsonfile import read_json
 from fuselora.marker import FINGERPRINT_KEY, Marker, read_marker
@@ -106,6 +108,8 @@ def open_checkpoint(root: Path, *, source: str, revision: str | None, variant: s
         if container == "pipeline":
             pipeline_class = _pipeline_class(root, folders)
         components = [_folder_component(root, name, folder, variant) for name, folder in folders.items()]
+    for component in components:
+        _refuse_unrecordable(root, component)
     family = _family(components)
     names = [name for component in components for name in component.model_shapes()]
     return Checkpoint(
@@ -119,6 +123,15 @@ def open_checkpoint(root: Path, *, source: str, revision: str | None, variant: s
         pipeline_class=pipeline_class,
         marker=read_marker(root if root.is_dir() else root.parent) if _may_hold_marker(root) else None,
     )
+
+
+def _refuse_unrecordable(root: Path, component: Component) -> None:
+    """The marker lists the output's files, which are called as the base's are."""
+    paths = [component.weight_path(shard) for shard in component.shards]
+    for path in [*paths, component.index] if component.index else paths:
+        if NOT_IN_PATHS.search(str(path)):
+            where = root if root.is_file() else root / path
+            _fault(where, "has a name that fused.json cannot record", hint="Rename it.")
 
 
 def is_weight_file(name: str) -> bool:
@@ -209,9 +222,9 @@ def _indexed_shards(index: Path) -> tuple[tuple[Header, ...], Mapping[str, objec
     document = read_json(index)
     weight_map = _weight_map(index, document)
     shards = tuple(_shard(index, name) for name in sorted(set(weight_map.values())))
-    held = {tensor.name: shard.path.name for shard in shards for tensor in shard.tensors}
+    held = {(tensor.name, shard.path.name) for shard in shards for tensor in shard.tensors}
     for name, file in weight_map.items():
-        if held.get(name) != file:
+        if (name, file) not in held:
             _fault(index, f"says that {file} holds the tensor {name!r}, but it does not", tensor=name)
     for shard in shards:
         for tensor in shard.tensors:
@@ -235,9 +248,10 @@ def _weight_map(index: Path, document: Mapping[str, object]) -> dict[str, str]:
 
 def _shard(index: Path, name: str) -> Header:
     path = index.parent / name
-    if not path.is_file():
-        _fault(index, f"names {name}, which is not in the folder", hint="Fetch the missing shard again.")
-    return read_header(path)
+    with suppress(OSError):  # a name too long to be one
+        if path.is_file():
+            return read_header(path)
+    _fault(index, f"names {name}, which is not in the folder", hint="Fetch the missing shard again.")
 
 
 def _unindexed_shards(folder: Path, variant: str | None) -> tuple[Header, ...]:
@@ -246,16 +260,25 @@ def _unindexed_shards(folder: Path, variant: str | None) -> tuple[Header, ...]:
     files = [path for path in files if _is_variant(path.name, variant)]
     if not files:
         _no_weights(folder, variant)
-    totals = {found.group(2) for path in files if (found := SHARD_NUMBER.search(path.name))}
-    if len(files) > 1 and (len(totals) != 1 or len(files) != int(next(iter(totals)))):
+    if not _whole_set([path.name for path in files]):
         listed = ", ".join(path.name for path in files[:6])
-        what = f"has no index and holds {len(files)} weight files that are not one whole set: {listed}"
+        count = f"{len(files)} weight files that are" if len(files) > 1 else "a weight file that is"
+        what = f"has no index and holds {count} not one whole set: {listed}"
         _fault(folder, what, hint="Name the file to fuse into, or restore the index.")
     shards = tuple(read_header(path) for path in files)
     names = [tensor.name for shard in shards for tensor in shard.tensors]
     if twice := _first_repeated(names):
         _fault(folder, f"holds the tensor {twice!r} in two files and has no index")
     return shards
+
+
+def _whole_set(names: Sequence[str]) -> bool:
+    """One file without a number, or every number of one total."""
+    found = [SHARD_NUMBER.search(name) for name in names]
+    numbers = [(int(number[1]), int(number[2])) for number in found if number]
+    if not numbers:
+        return len(names) == 1
+    return sorted(numbers) == [(n, len(names)) for n in range(1, len(names) + 1)]
 
 
 def _no_weights(folder: Path, variant: str | None) -> NoReturn:
@@ -281,21 +304,19 @@ def _first_repeated(names: Sequence[str]) -> str | None:
 
 
 def _prefix_of(shards: tuple[Header, ...]) -> str:
-    """The prefix under which a known family is found, the longest first."""
+    """The prefix under which a known family is found, the longest first.
+
+    Of an unknown family it is the one that all names have, or that a file of several models gives to
+    the one that LoRAs are for.
+    """
     names = [tensor.name for shard in shards for tensor in shard.tensors]
     for prefix in KEY_PREFIXES:
         under = [name[len(prefix) :] for name in names if name.startswith(prefix)]
         if any(family.recognises(under) for family in FAMILIES):
             return prefix
-    return max(KEY_PREFIXES[:-1], key=lambda p: _share(names, p)) if _all_prefixed(names) else ""
-
-
-def _all_prefixed(names: Sequence[str]) -> bool:
-    return any(names and _share(names, prefix) == 1 for prefix in KEY_PREFIXES[:-1])
-
-
-def _share(names: Sequence[str], prefix: str) -> float:
-    return sum(name.startswith(prefix) for name in names) / len(names)
+    if any(name.startswith(KEY_PREFIXES[0]) for name in names):
+        return KEY_PREFIXES[0]
+    return next((prefix for prefix in KEY_PREFIXES if all(name.startswith(prefix) for name in names)), "")
 
 
 def _family(components: Sequence[Component]) -> Family | None:

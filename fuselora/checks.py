@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from fuselora.digest import read_range
 from fuselora.errors import Fault, Notice
+from fuselora.lora.grammar import spellings
 from fuselora.lora.scale import AdapterConfig, BadAlpha, config_of_metadata, resolve_alpha
-from fuselora.match import FUSABLE, Hit, Matching, Skip, Unmatched, module_glob, plain_name
+from fuselora.match import FUSABLE, Hit, Matching, Skip, Unmatched, module_glob, name_table, plain_name
 
 if TYPE_CHECKING:
-    from fuselora.checkpoint import Checkpoint
+    from fuselora.checkpoint import Checkpoint, Component
     from fuselora.header import TensorInfo
     from fuselora.lora.adapter import Adapter, Module
     from fuselora.specs import AlphaSpec, Request
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 FACTOR_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 QUANTISED_SIBLINGS = ("absmax", "quant_map", "nested_absmax", "quant_state.bitsandbytes__nf4",
                       "quant_state.bitsandbytes__fp4", "scale_weight", "weight_scale", "qzeros")  # fmt: skip
+# What a weight is called once GPTQ, AWQ, Nunchaku or compressed-tensors has packed it.
+PACKED_LEAVES = (".qweight", ".weight_packed")
 ZERO_VALUED = "all of its values are zero"
 ALLOWED = "allowed to stay unmatched"
 
@@ -42,7 +45,8 @@ def check(checkpoint: Checkpoint, matchings: Sequence[Matching], request: Reques
         scaled, alpha_faults = _with_alphas(matching, request.alphas)
         settled = _with_misses_settled(scaled, request)
         checked.append(settled)
-        faults += [*matching.faults, *alpha_faults, *_miss_faults(settled, request)]
+        packed = list(_packed_faults(settled, checkpoint))
+        faults += [*matching.faults, *alpha_faults, *(packed or _miss_faults(settled, request))]
         faults += [*_dtype_faults(settled), *_quantised_faults(settled)]
         notices += [*matching.notices, *_metadata_notices(matching), *_skip_notices(settled)]
     faults += _unused_alphas(checked, request.alphas)
@@ -98,10 +102,9 @@ def _base_notices(checkpoint: Checkpoint, request: Request) -> Iterator[Notice]:
 
 def _with_alphas(matching: Matching, options: Sequence[AlphaSpec]) -> tuple[Matching, list[Fault]]:
     """Every pair's alpha, by the order of sources."""
-    adapter = matching.assignment.adapter
-    option = next((a.alpha for a in options if _means(a, adapter)), None)
+    adapter, component = matching.assignment.adapter, matching.assignment.component.name
+    option = _option_for(adapter, options)
     hits: list[Hit] = []
-    faults: list[Fault] = []
     for hit in matching.hits:
         if hit.kind != "pair":
             hits.append(hit)
@@ -111,26 +114,28 @@ def _with_alphas(matching: Matching, options: Sequence[AlphaSpec]) -> tuple[Matc
                 plain_name(hit.module.name),
                 hit.module.rank,
                 stored=hit.module.alpha,
-                option=option,
+                option=option.alpha if option else None,
                 config=adapter.config,
-                metadata=lambda: config_of_metadata(adapter.header.metadata),
+                metadata=lambda: config_of_metadata(adapter.header.metadata, component),
             )
         except BadAlpha as error:
-            faults.append(
-                Fault("alpha", f"the file's metadata: {error}", path=adapter.name, key="__metadata__")
-            )
-            break
+            text = f"the file's metadata: {error}"
+            return matching, [Fault("alpha", text, path=adapter.name, key="__metadata__")]
         hits.append(replace(hit, alpha=alpha))
-    return replace(matching, hits=tuple(hits)), faults
+    return replace(matching, hits=tuple(hits)), []
 
 
-def _means(option: AlphaSpec, adapter: Adapter) -> bool:
-    return option.source in (None, adapter.location.spec.source, adapter.name)
+def _option_for(adapter: Adapter, options: Sequence[AlphaSpec]) -> AlphaSpec | None:
+    """The ``--alpha`` that names this file, else the one for all files."""
+    names = (adapter.location.spec.source, adapter.name)
+    named = (option for option in options if option.source in names)
+    general = (option for option in options if option.source is None)
+    return next((option for found in (named, general) for option in found), None)
 
 
 def _unused_alphas(matchings: Sequence[Matching], options: Sequence[AlphaSpec]) -> Iterator[Fault]:
     for option in options:
-        takers = [m for m in matchings if _means(option, m.assignment.adapter)]
+        takers = [m for m in matchings if _option_for(m.assignment.adapter, options) == option]
         used = any(hit.alpha and hit.alpha.source == "option" for m in takers for hit in m.hits)
         if not used and not any(m.faults for m in takers):
             target = f" for {option.source}" if option.source else ""
@@ -158,8 +163,8 @@ def _with_misses_settled(matching: Matching, request: Request) -> Matching:
 def _miss_faults(matching: Matching, request: Request) -> Iterator[Fault]:
     adapter = matching.assignment.adapter
     missed = [*matching.unmatched, *matching.skipped]
-    if not matching.hits and not matching.faults and missed:
-        yield _nothing_matched(matching, len(missed))
+    if not matching.hits and not matching.faults:
+        yield _nothing_matched(matching, len(missed) or len(adapter.modules))
         return
     for miss in matching.unmatched:
         name = miss.module.name
@@ -208,9 +213,24 @@ def _quantised_faults(matching: Matching) -> Iterator[Fault]:
         packed = any(f"{stem}.{s}" in tensors for stem in _stems(base_key) for s in QUANTISED_SIBLINGS)
         if dtype not in FUSABLE or packed:
             what = "fp8" if dtype.startswith("F8") else "quantised" if dtype != "F64" else "float64"
-            text = f"{base_key} is {dtype}: fusing into a {what} base is not supported yet"
-            yield Fault("quantised", text, path=component.name, key=base_key,
-                        hint="Fuse into the bfloat16 or float32 base and quantise the result.")  # fmt: skip
+            yield _quantised(component, base_key, dtype, what)
+
+
+def _packed_faults(matching: Matching, checkpoint: Checkpoint) -> Iterator[Fault]:
+    """Modules without a home because the base's weight is packed under another name."""
+    component = matching.assignment.component
+    table = name_table(component, checkpoint.family, checkpoint.layout)
+    for miss in matching.unmatched:
+        readings = [(s, leaf) for s in spellings(miss.module.name) for leaf in PACKED_LEAVES]
+        keys = [key for reading in readings for found in table.find(*reading) for key in found]
+        if keys:
+            yield _quantised(component, keys[0], component.tensors()[keys[0]].dtype, "quantised")
+
+
+def _quantised(component: Component, base_key: str, dtype: str, what: str) -> Fault:
+    text = f"{base_key} is {dtype}: fusing into a {what} base is not supported yet"
+    hint = "Fuse into the bfloat16 or float32 base and quantise the result."
+    return Fault("quantised", text, path=component.name, key=base_key, hint=hint)
 
 
 def _stems(base_key: str) -> tuple[str, str]:
@@ -220,7 +240,7 @@ def _stems(base_key: str) -> tuple[str, str]:
 def _metadata_notices(matching: Matching) -> Iterator[Notice]:
     """Alpha tensors win over metadata; the user hears of it when the two disagree."""
     adapter = matching.assignment.adapter
-    config = _quiet_config(adapter.header.metadata)
+    config = _quiet_config(adapter.header.metadata, matching.assignment.component.name)
     stored = {h.module.alpha for h in matching.hits if h.module.alpha is not None and h.kind == "pair"}
     if config is not None and stored and stored != {config.lora_alpha}:
         values = ", ".join(f"{alpha:g}" for alpha in sorted(stored))
@@ -229,9 +249,9 @@ def _metadata_notices(matching: Matching) -> Iterator[Notice]:
         yield Notice("metadata_disagrees", text, {"lora": adapter.name, "metadata": config.lora_alpha})
 
 
-def _quiet_config(metadata: Mapping[str, str]) -> AdapterConfig | None:
+def _quiet_config(metadata: Mapping[str, str], component: str) -> AdapterConfig | None:
     try:
-        return config_of_metadata(metadata)
+        return config_of_metadata(metadata, component)
     except BadAlpha:
         return None
 

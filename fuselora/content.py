@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fuselora.digest import content_digest, read_range
 from fuselora.errors import ChangedError, Fault, Notice
+from fuselora.reading import changed, reading, state
 from fuselora.tensors import TORCH_DTYPES, bytes_finite
 
 if TYPE_CHECKING:
@@ -20,12 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LoraContent:
-    """``sha256`` of the file (None without digests), of its content, and the names of odd tensors."""
+    """``sha256`` of the file (None without digests), of its content, and the names of odd tensors.
+
+    ``state`` is the file's size, mtime_ns and inode when it was read.
+    """
 
     sha256: str | None
     content_sha256: str
     nonfinite: tuple[str, ...]
     zero: frozenset[str]
+    state: tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +43,44 @@ class _TensorContent:
 
 
 def read_content(adapter: Adapter, *, digest: bool, advance: Callable[[int], None]) -> LoraContent:
-    """Read the whole file once; ``advance`` is told the bytes read. Raises ``ChangedError``."""
+    """Read the file once; ``advance`` is told the bytes read. Raises ``ChangedError`` or ``ReadError``."""
+    with reading(adapter.header.path):
+        return _read_content(adapter, digest, advance)
+
+
+def _read_content(adapter: Adapter, digest: bool, advance: Callable[[int], None]) -> LoraContent:
     header = adapter.header
     whole = hashlib.sha256()
     tensors: list[_TensorContent] = []
-    with adapter.location.path.open("rb") as stream:
+    with header.path.open("rb") as stream:
+        before = state(os.fstat(stream.fileno()))
         start = stream.read(header.data_start)
         if hashlib.sha256(start).hexdigest() != header.sha256:
-            raise ChangedError(f"{header.path}: was changed while it was read", path=str(header.path))
+            raise changed(header.path)
         whole.update(start)
         for tensor in header.tensors:
             blocks = _observed(read_range(stream, header.data_start + tensor.start, tensor.n_bytes), advance)
-            tensors.append(_tensor_content(tensor, blocks, whole if digest else None))
+            found = _tensor_content(tensor, blocks, whole if digest else None)
+            if found is None:
+                text = f"{header.path}: was cut short while {tensor.name} was read"
+                raise ChangedError(text, path=str(header.path), tensor=tensor.name)
+            tensors.append(found)
     return LoraContent(
         sha256=whole.hexdigest() if digest else None,
         content_sha256=content_digest(header, {t.name: t.sha256 for t in tensors}),
         nonfinite=tuple(t.name for t in tensors if not t.finite),
         zero=frozenset(t.name for t in tensors if t.zero),
+        state=before,
     )
+
+
+def check_unchanged(adapter: Adapter, content: LoraContent) -> None:
+    """Raises ``ChangedError`` unless the file is still the one whose content was read."""
+    path = adapter.header.path
+    with reading(path):
+        found = path.stat()
+    if state(found) != content.state:
+        raise changed(path)
 
 
 def _observed(blocks: Iterator[bytes], advance: Callable[[int], None]) -> Iterator[bytes]:
@@ -65,7 +91,8 @@ def _observed(blocks: Iterator[bytes], advance: Callable[[int], None]) -> Iterat
 
 def _tensor_content(
     tensor: TensorInfo, blocks: Iterator[bytes], whole: hashlib._Hash | None
-) -> _TensorContent:
+) -> _TensorContent | None:
+    """None when the file ends before the tensor does."""
     hasher = hashlib.sha256()
     finite, zero, n_bytes = True, True, 0
     for block in blocks:
@@ -75,9 +102,8 @@ def _tensor_content(
             whole.update(block)
         zero = zero and block.count(0) == len(block)
         finite = finite and (tensor.dtype not in TORCH_DTYPES or bytes_finite(block, tensor.dtype))
-    if n_bytes != tensor.n_bytes:
-        raise ChangedError(f"the file was cut short while {tensor.name} was read", tensor=tensor.name)
-    return _TensorContent(tensor.name, hasher.hexdigest(), finite, zero)
+    complete = n_bytes == tensor.n_bytes
+    return _TensorContent(tensor.name, hasher.hexdigest(), finite, zero) if complete else None
 
 
 def content_faults(
@@ -110,7 +136,9 @@ def zero_notices(matchings: Sequence[Matching], contents: Sequence[LoraContent])
 
 
 def is_zero_delta(hit: Hit, content: LoraContent) -> bool:
-    """Whether one of the hit's tensors is all zero, which makes its delta zero."""
+    """Whether the hit's alpha or one of its tensors is all zero, which makes its delta zero."""
+    if hit.alpha is not None and hit.alpha.value == 0:
+        return True
     return any(tensor.name in content.zero for tensor in hit.tensors)
 
 

@@ -58,6 +58,12 @@ class HubError(InputError):
     code = "hub"
 
 
+class ReadError(InputError):
+    """The disk or network failed while an input was read; a rerun may go on from there."""
+
+    code = "read"
+
+
 class ChangedError(InputError):
     """An input file was replaced or edited while it was being read."""
 
@@ -114,14 +120,18 @@ class Notice:
 
 
 class Refused(FuseloraError):
-    """The inputs do not fit together; nothing was written. ``faults`` lists every reason found."""
+    """The inputs do not fit together; nothing was written. ``faults`` lists every reason found, once."""
 
     code = "refused"
 
     def __init__(self, faults: Iterable[Fault]) -> None:
-        self.faults = tuple(faults)
+        # One LoRA on two experts is at fault in the same words for each.
+        self.faults = tuple({(f.kind, f.path, f.message): f for f in faults}.values())
         hints = dict.fromkeys(fault.hint for fault in self.faults if fault.hint)
         super().__init__(_grouped(self.faults), hint=" ".join(hints) or None)
+
+
+SHOWN = 12
 
 
 def _grouped(faults: tuple[Fault, ...]) -> str:
@@ -134,7 +144,7 @@ def _grouped(faults: tuple[Fault, ...]) -> str:
 
 def _group_text(path: str | None, members: list[Fault]) -> str:
     where = f"{path}: " if path else ""
-    shown = [fault.message for fault in members[:12]]
+    shown = [fault.message.replace("\n", "\\n") for fault in members[:SHOWN]]
     if len(members) > len(shown):
         shown.append(f"... and {len(members) - len(shown)} more of this kind")
     if len(shown) == 1:

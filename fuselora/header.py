@@ -125,7 +125,9 @@ LOOKALIKES: tuple[tuple[bytes, str, str], ...] = (
     (b"\x80\x04", "a pickle", "Pickles are never loaded; convert it to safetensors."),
     (b"\x80\x05", "a pickle", "Pickles are never loaded; convert it to safetensors."),
     (b"GGUF", "a GGUF file, a quantised base", "Use the unquantised safetensors."),
+    (b"\x1f\x8b", "a gzip archive", "Unpack it."),
     (b"<", "an HTML or XML page", "The download was answered with a web page; fetch it again."),
+    (b"{", "a JSON text", "It may be an index, or what a download was answered with; name the weights."),
 )
 SUFFIX_HINT = "Convert it to safetensors; fuselora never unpickles anything."
 
@@ -137,8 +139,9 @@ def _refuse_lookalike(path: Path, start: bytes, n_bytes: int) -> None:
     # A real header's ninth byte is '{', whatever its length says.
     if start[8:9] == b"{":
         return
+    start = start.removeprefix(b"\xef\xbb\xbf").lstrip()
     for magic, what, hint in LOOKALIKES:
-        if start.lstrip().startswith(magic):
+        if start.startswith(magic):
             _broken(path, f"is not safetensors: it looks like {what}", hint)
     if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
         _broken(path, f"is not safetensors but a {path.suffix} file", SUFFIX_HINT)
@@ -149,6 +152,7 @@ def _parse(path: Path, text: bytes) -> tuple[tuple[TensorInfo, ...], Mapping[str
     metadata = document.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         _broken(path, "has a __metadata__ that is not a map of strings")
+    _check_text(path, (*document, *metadata, *metadata.values()))
     tensors = [_tensor(path, name, entry) for name, entry in document.items()]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
     return tuple(tensors), cast(Mapping[str, str], metadata)
@@ -156,7 +160,8 @@ def _parse(path: Path, text: bytes) -> tuple[tuple[TensorInfo, ...], Mapping[str
 
 def _json_object(path: Path, text: bytes) -> dict[str, object]:
     try:
-        document = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        # Decoded here: json itself would take UTF-16, and UTF-8 that is not valid.
+        document = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         _broken(path, f"has a broken header: {error}")
     if not isinstance(document, dict):
@@ -175,6 +180,14 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
+def _check_text(path: Path, texts: Iterable[str]) -> None:
+    """An escape may spell half of a surrogate pair, which no other reader takes and nobody can write."""
+    try:
+        "".join(texts).encode("utf-8")
+    except UnicodeEncodeError:
+        _broken(path, "has a name or metadata that is not Unicode text: half of a surrogate pair")
+
+
 def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
@@ -190,7 +203,10 @@ def _tensor(path: Path, name: str, entry: object) -> TensorInfo:
         _broken(path, f"tensor {name!r} has the impossible shape {shape!r}", tensor=name)
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         _broken(path, f"tensor {name!r} has the impossible range {offsets!r}", tensor=name)
-    bits = math.prod(shape) * DTYPE_BITS[dtype]
+    n_elements = _product(shape)
+    if n_elements is None:
+        _broken(path, f"tensor {name!r} has a shape of {len(shape)} dimensions that overflows", tensor=name)
+    bits = n_elements * DTYPE_BITS[dtype]
     if bits != 8 * (offsets[1] - offsets[0]):
         have = offsets[1] - offsets[0]
         _broken(path, f"tensor {name!r} spans {have} bytes; {dtype} {shape} needs {bits / 8:g}", tensor=name)
@@ -199,6 +215,16 @@ def _tensor(path: Path, name: str, entry: object) -> TensorInfo:
 
 def _naturals(value: object) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
+
+
+def _product(shape: list[int]) -> int | None:
+    """The number of elements; None from 2^63 on, even where a later 0 would undo it."""
+    product = 1
+    for size in shape:
+        product *= size
+        if product >= 1 << 63:
+            return None
+    return product
 
 
 def _check_layout(path: Path, tensors: tuple[TensorInfo, ...], data_bytes: int, n_bytes: int) -> None:

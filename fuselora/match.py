@@ -17,7 +17,7 @@ from fuselora.header import TensorInfo
 from fuselora.lora.adapter import Module
 from fuselora.lora.grammar import LEAVES, Part, Spelling, spellings
 from fuselora.lora.scale import Alpha
-from fuselora.targets import Assignment, named_component
+from fuselora.targets import FIRST, Assignment, key_owners, named_component, one_for_all
 
 Kind = Literal["pair", "diff", "diff_b", "diff_m"]
 FUSABLE = frozenset({"F32", "BF16", "F16"})
@@ -207,13 +207,10 @@ def _kinds(module: Module) -> Iterator[Kind]:
 def _modules_for(assignment: Assignment) -> list[Module]:
     """The modules meant for this component: a file for both experts says with a prefix whose is which."""
     modules = assignment.adapter.modules
-    named = {named_component(module.name) for module in modules}
-    if named == {None}:
+    owners = key_owners(assignment.adapter)
+    if one_for_all(owners, assignment.component):
         return list(modules)
-    if len(named) == 1 and assignment.component.role == "single":
-        return list(modules)
-    wanted = assignment.component.name
-    return [m for m in modules if (named_component(m.name) or "transformer") == wanted]
+    return [m for m in modules if (named_component(m.name) or FIRST) == assignment.component.name]
 
 
 def _votes(table: NameTable, modules: Sequence[Module]) -> bool | None:

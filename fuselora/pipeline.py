@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from fuselora.checkpoint import Checkpoint, open_checkpoint
 from fuselora.checks import check
@@ -19,7 +19,7 @@ from fuselora.output import staging
 from fuselora.plan import FusePlan, build_plan
 from fuselora.progress import Progress, Silent
 from fuselora.resolve import resolve_base, resolve_lora
-from fuselora.specs import AlphaSpec, LoraSpec, Request, parse_alpha, parse_lora
+from fuselora.specs import AlphaSpec, Assets, Dtype, Kernel, LoraSpec, Request, parse_alpha, parse_lora
 from fuselora.targets import assign
 
 if TYPE_CHECKING:
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from fuselora.marker import Marker
 
 __all__ = ["FusePlan", "FuseReport", "merge", "merge_request", "plan", "plan_request", "request"]
+
+# OpenMP reads this when torch is loaded, which is later. Left alone, its threads spin while they wait
+# and take the cores from the threads that read, hash and write.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ class FuseReport:
 
 def merge(
     base: str | Path,
-    loras: Sequence[str | LoraSpec],
+    loras: Sequence[str | Path | LoraSpec],
     out: str | Path | None = None,
     *,
     progress: Progress | None = None,
@@ -59,7 +63,7 @@ def merge(
 
 def plan(
     base: str | Path,
-    loras: Sequence[str | LoraSpec],
+    loras: Sequence[str | Path | LoraSpec],
     out: str | Path | None = None,
     *,
     progress: Progress | None = None,
@@ -73,19 +77,25 @@ def plan(
 
 
 def request(
-    base: str | Path, loras: Sequence[str | LoraSpec], out: str | Path | None = None, **options: object
+    base: str | Path,
+    loras: Sequence[str | Path | LoraSpec],
+    out: str | Path | None = None,
+    **options: object,
 ) -> Request:
-    """The arguments of a library call as one value. Raises ``UsageError``."""
-    specs = tuple(spec for lora in loras for spec in _specs(lora))
+    """The arguments of a library call as one value. Raises ``UsageError`` or ``Refused``."""
+    specs = tuple(spec for lora in _several(loras) for spec in _specs(lora))
     if not specs:
         raise UsageError("no LoRA was given", hint="Give at least one --lora FILE.")
-    if isinstance(alphas := options.get("alphas"), (list, tuple)):
-        options["alphas"] = tuple(_alphas(alphas))
+    for name, read in (("alphas", _alpha), ("allow_unmatched", str)):
+        if name in options:
+            options[name] = tuple(map(read, _several(options[name])))
     where = Path(out) if out is not None else None
     try:
-        return Request(base=str(base), loras=specs, out=where, **options)  # type: ignore[arg-type]
+        asked = Request(base=str(base), loras=specs, out=where, **options)  # type: ignore[arg-type]
     except TypeError as error:
         raise UsageError(f"unknown option: {error}") from error
+    _refuse_unknown_choices(asked)
+    return asked
 
 
 def plan_request(asked: Request, progress: Progress) -> FusePlan:
@@ -101,14 +111,14 @@ def merge_request(asked: Request, progress: Progress) -> FuseReport:
 
     started = time.monotonic()
     checkpoint, matchings, notices = _matched(asked, headers_only=False)
-    out = asked.out or Path(f"{checkpoint.root.resolve().stem}-fused")
+    out = asked.out or _default_out(checkpoint)
     inputs = [checkpoint.root, *(m.assignment.adapter.location.path for m in matchings)]
     stage = staging.prepare(out, inputs=inputs, overwrite=asked.overwrite, restart=asked.restart)
     contents = _contents(checkpoint, matchings, asked, progress)
     planned = _planned(checkpoint, matchings, contents, asked, notices)
     built = build(planned, stage, progress, _created())
     seconds = time.monotonic() - started
-    return FuseReport(built.out, planned, built.marker, built.notices, built.kept, seconds)
+    return FuseReport(out, planned, built.marker, built.notices, built.kept, seconds)
 
 
 def _matched(
@@ -170,12 +180,35 @@ def _refuse(faults: Iterable[Fault]) -> None:
         raise Refused(found)
 
 
-def _specs(lora: str | LoraSpec) -> tuple[LoraSpec, ...]:
+def _several(value: object) -> Iterable[object]:
+    """One value alone is meant as a list of one."""
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _specs(lora: object) -> tuple[LoraSpec, ...]:
     return (lora,) if isinstance(lora, LoraSpec) else parse_lora(str(lora))
 
 
-def _alphas(options: Sequence[object]) -> list[AlphaSpec]:
-    return [alpha if isinstance(alpha, AlphaSpec) else parse_alpha(str(alpha)) for alpha in options]
+def _alpha(option: object) -> AlphaSpec:
+    return option if isinstance(option, AlphaSpec) else parse_alpha(str(option))
+
+
+def _refuse_unknown_choices(asked: Request) -> None:
+    for name, value, choices in (
+        ("dtype", asked.dtype, get_args(Dtype)),
+        ("kernel", asked.kernel, get_args(Kernel)),
+        ("assets", asked.assets, get_args(Assets)),
+    ):
+        if value not in choices:
+            raise UsageError(f"{name} is {value!r}", hint=f"It is one of {', '.join(choices)}.")
+    if asked.jobs is not None and asked.jobs < 1:
+        raise UsageError(f"jobs is {asked.jobs}", hint="It is a number of threads, at least 1.")
+
+
+def _default_out(checkpoint: Checkpoint) -> Path:
+    """``./<base name>-fused``: the last part of a Hub id, a folder's name, a file's without its suffix."""
+    name = checkpoint.source.rstrip("/").rpartition("/")[2]
+    return Path(f"{name.removesuffix('.safetensors')}-fused")
 
 
 def _created() -> datetime:

@@ -349,7 +349,7 @@ class _ComponentLayout:
 
     def _step(self, base: TensorInfo, source: int, placed: TensorInfo, target: int) -> Step:
         deltas = tuple(p.delta() for p in self.hits.get(base.name, ()) if not self._is_nothing(p))
-        if not deltas and base.dtype == placed.dtype:
+        if (not deltas and base.dtype == placed.dtype) or base.n_elements == 0:
             return Copy(source, target, base.n_bytes)
         rows, columns = _as_matrix(base.shape)
         return Fuse(

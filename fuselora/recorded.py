@@ -132,33 +132,51 @@ def _formula_findings(entry: LoraRecord, scales: tuple[Scale, ...]) -> Iterator[
             yield Finding("scale", entry.name, None, text)
 
 
-def _pair_findings(
-    entry: LoraRecord, hit: Hit, scales: Mapping[str, Scale], lora: Path
-) -> Iterator[Finding]:
+def _pair_findings(entry: LoraRecord, hit: Hit, scales: Mapping[str, Scale], lora: Path) -> Iterator[Finding]:
     """Rank and alpha of one pair, as the file holds them."""
     if hit.kind != "pair":
         return
-    name = hit.module.name
-    group = scales.get(plain_name(name))
+    name, group = hit.module.name, scales.get(plain_name(hit.module.name))
     if group is None:
-        yield Finding("scale", entry.name, name, f"{FILE_NAME} gives it no scale")
+        yield Finding("scale", entry.name, name, f"{FILE_NAME} gives no scale for it")
         return
     rank = hit.module.parts["down"].shape[0]
     if group.rank != rank:
         yield Finding("scale", entry.name, name, f"its rank is {rank}; {FILE_NAME} says {group.rank}")
-    alpha, where = _alpha(hit, lora, rank)
-    if (alpha is None) == (group.source == "tensor") or (alpha is not None and alpha != group.alpha):
-        said = f"{group.alpha:g}, from its {group.source}"
-        held = f"{where} {alpha:g}" if alpha is not None else "the file has no alpha for it"
-        yield Finding("alpha", entry.name, name, f"{held}; {FILE_NAME} says {said}")
+    if wrong := _alpha_fault(hit, group, lora):
+        said = f"{FILE_NAME} says {group.alpha:g}, from {group.source}"
+        yield Finding("alpha", entry.name, name, f"{wrong}; {said}")
+
+
+def _alpha_fault(hit: Hit, group: Scale, lora: Path) -> str | None:
+    """An alpha in the file counts before all others; without any, alpha is the rank."""
+    from fuselora.exact import scalar
+
+    tensor = hit.module.parts.get("alpha")
+    if tensor is not None:
+        held = scalar(Stored(lora, tensor.name))
+        return None if (group.source, group.alpha) == ("tensor", held) else f"its alpha is {held:g}"
+    if group.source == "tensor":
+        return "the file holds no alpha for it"
+    return "its alpha is not its rank" if group.source == "rank" and group.alpha != group.rank else None
 
 
 def _account_findings(
     entry: LoraRecord, matching: Matching, scales: Mapping[str, Scale]
 ) -> Iterator[Finding]:
-    """Every module is added or skipped, as the marker says, and no other is."""
-    yield from ()
-
-
-def _alpha(hit: Hit, lora: Path, rank: int) -> tuple[float | None, str]:
-    raise NotImplementedError
+    """Every module was added or skipped, as the marker says, and no other was."""
+    fields = Fields(entry.raw, FILE_NAME, entry.name)
+    recorded = {item.text("module") for item in fields.items("skipped")}
+    skipped = {s.module.name for s in matching.skipped} | {u.module.name for u in matching.unmatched}
+    pairs = {plain_name(hit.module.name) for hit in matching.hits if hit.kind == "pair"}
+    for name in sorted(skipped - recorded):
+        yield Finding("lora", entry.name, name, f"it has no place in the base; {FILE_NAME} does not say so")
+    for name in sorted(recorded - skipped):
+        yield Finding("lora", entry.name, name, f"{FILE_NAME} says it was skipped, but it fits the base")
+    for name in sorted(scales.keys() - pairs):
+        yield Finding("lora", entry.name, name, f"{FILE_NAME} says it was added, but there is no such pair")
+    counts = Counter(COUNTED[hit.kind] for hit in matching.hits)
+    said = entry.raw.get("applied")
+    if not isinstance(said, dict) or any(said.get(kind, 0) != counts[kind] for kind in COUNTED.values()):
+        held = ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items()))
+        yield Finding("count", entry.name, None, f"it has {held} for this base; {FILE_NAME} counts others")

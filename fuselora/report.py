@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from io import TextIOWrapper
+from typing import TYPE_CHECKING, Literal, TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -23,7 +25,15 @@ from rich.table import Table
 from rich.text import Text
 
 from fuselora.errors import FuseloraError, Notice, Refused
-from fuselora.summary import error_document, lora_document, models_of, plan_document, report_document, where
+from fuselora.summary import (
+    error_document,
+    lora_document,
+    main_dtype,
+    models_of,
+    plan_document,
+    report_document,
+    where,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +46,8 @@ if TYPE_CHECKING:
     from fuselora.plan import FusePlan
     from fuselora.verify import VerifyReport
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# Control characters, and those that turn the direction of the text around them.
+CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 SHOWN_ROWS = 12
 PLAIN_LINE_SECONDS = 10.0
 UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -47,8 +58,7 @@ class Reporter:
 
     def __init__(self, *, json: bool = False, quiet: bool = False, verbose: bool = False) -> None:
         self._json, self._quiet, self._verbose = json, quiet, verbose
-        self._out = Console(file=sys.stdout, highlight=False, soft_wrap=not sys.stdout.isatty())
-        self._err = Console(file=sys.stderr, highlight=False, soft_wrap=not sys.stderr.isatty())
+        self._out, self._err = _console(sys.stdout), _console(sys.stderr)
 
     # progress
 
@@ -70,7 +80,8 @@ class Reporter:
         if self._json:
             return self._document(plan_document(plan))
         self._notices(plan.notices)
-        self._plan_tables(plan)
+        self._plan_tables(plan, places=True)
+        self._float32_hint(plan)
         if plan.contents is None:
             self._line(
                 "Pending without --content: non-finite and all-zero tensors, repeated LoRAs, fingerprint."
@@ -81,7 +92,7 @@ class Reporter:
         if self._json:
             return self._document(report_document(report))
         self._notices(report.notices)
-        self._plan_tables(report.plan)
+        self._plan_tables(report.plan, places=self._verbose)
         if report.kept:
             self._line(f"Kept from an earlier run: {len(report.kept)} finished shards.")
         rate = report.plan.bytes_out / max(report.seconds, 1e-9)
@@ -89,6 +100,7 @@ class Reporter:
             f"Wrote {report.out}: {amount(report.plan.bytes_out)} of weights in {report.seconds:.1f} s "
             f"({amount(rate)}/s), fused.json beside them."
         )
+        self._float32_hint(report.plan)
         return None
 
     def checked(self, out: Path, report: CheckReport) -> None:
@@ -123,7 +135,8 @@ class Reporter:
     def demo(self, demo: Demo) -> None:
         if self._json:
             return self._document({**report_document(demo.merged), "verified": demo.verified.ok})
-        self.merged(demo.merged)
+        if not self._quiet:
+            self.merged(demo.merged)
         self.verified(demo.merged.out, demo.verified)
         self._line("The same by hand:")
         for command in demo.commands:
@@ -144,14 +157,16 @@ class Reporter:
 
     # parts
 
-    def _plan_tables(self, plan: FusePlan) -> None:
+    def _plan_tables(self, plan: FusePlan, *, places: bool) -> None:
         checkpoint = plan.checkpoint
-        models = ", ".join(models_of(plan)) or "unknown model"
+        models = ", ".join(models_of(plan)) or "no published size"
         family = checkpoint.family.name if checkpoint.family else "no known family"
         self._line(f"{checkpoint.source}: {models} ({family}, {checkpoint.layout or 'unknown'} names)")
         self._components(plan)
         for matching in plan.matchings:
             self._lora(matching)
+            if places:
+                self._rows(f"{count:>7} x {place}" for place, count in where(matching.hits).items())
         if plan.fingerprint:
             self._line(f"Fingerprint {plan.fingerprint}")
 
@@ -187,23 +202,22 @@ class Reporter:
             f"{document['name']} on {document['component']}, strength {document['strength']:g}: "
             f"{document['modules']} modules ({counts})"
         )
-        for group in scales:
-            self._line(
-                f"  scale {group['scale']:g} = strength * alpha {group['alpha']:g} / rank {group['rank']} "
-                f"(alpha from {_SOURCES[group['source']]}): {group['modules']} modules"
-            )
-        self._where(matching)
+        self._rows(
+            f"  scale {group['scale']:g} = strength * alpha {group['alpha']:g} / rank {group['rank']} "
+            f"(alpha from {_SOURCES[group['source']]}): {group['modules']} modules"
+            for group in scales
+        )
         for group in skipped:
             self._line(f"  not applied, {group['reason']}: {len(group['modules'])} modules")
 
-    def _where(self, matching: Matching) -> None:
-        places = where(matching.hits)
-        rows = list(places.items())
-        limit = len(rows) if self._verbose else SHOWN_ROWS
-        for place, count in rows[:limit]:
-            self._line(f"  {count:>5} x {place}")
-        if len(rows) > limit:
-            self._line(f"  ... and {len(rows) - limit} more places (--verbose shows them)")
+    def _rows(self, rows: Iterable[str]) -> None:
+        """As many lines as a screen bears, all of them with ``--verbose``."""
+        lines = list(rows)
+        limit = len(lines) if self._verbose else SHOWN_ROWS
+        for line in lines[:limit]:
+            self._line(line)
+        if len(lines) > limit:
+            self._line(f"  ... and {len(lines) - limit} more (--verbose shows them)")
 
     def _table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         self._line(title)
@@ -211,19 +225,25 @@ class Reporter:
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
         for name, value in rows:
-            table.add_row(f"  {shown(name)}", shown(value))
+            table.add_row(f"  {one_line(name)}", one_line(value))
         self._out.print(table)
 
     def _notices(self, notices: Sequence[Notice]) -> None:
         if not self._quiet:
             for notice in notices:
-                self._err.print(Text.assemble(("warning: ", "yellow"), shown(notice.message)))
+                self._err.print(Text.assemble(("warning: ", "yellow"), one_line(notice.message)))
+
+    def _float32_hint(self, plan: FusePlan) -> None:
+        stored = {main_dtype(component) for component in plan.checkpoint.components}
+        if plan.request.dtype == "keep" and "float32" in stored and not self._quiet:
+            text = "the base is stored in float32; --dtype bfloat16 halves it and is what engines load"
+            self._err.print(Text.assemble(("hint: ", "bold"), text))
 
     def _note(self, text: str) -> None:
-        self._err.print(shown(text))
+        self._err.print(Text(one_line(text)))
 
     def _line(self, text: str) -> None:
-        self._out.print(Text(shown(text)))
+        self._out.print(Text(one_line(text)))
 
     def _document(self, document: Mapping[str, object]) -> None:
         sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=True) + "\n")
@@ -274,6 +294,19 @@ def shown(text: object) -> str:
     """Text from files as it may be printed: control characters and lone surrogates become escapes."""
     plain = CONTROL.sub(lambda found: ascii(found[0])[1:-1], str(text))
     return plain.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def one_line(text: str) -> str:
+    """``shown``, with the line ends of names as escapes too."""
+    return shown(text).replace("\n", "\\n")
+
+
+def _console(stream: TextIO) -> Console:
+    """Plain text where NO_COLOR is set; characters that the stream cannot spell become escapes."""
+    if isinstance(stream, TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+    colors: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
+    return Console(file=stream, highlight=False, soft_wrap=not stream.isatty(), color_system=colors)
 
 
 def _grid(*columns: str) -> Table:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fuselora.checkpoint import Checkpoint, Component
 from fuselora.errors import Fault, Notice
 from fuselora.lora.adapter import Adapter
-from fuselora.lora.grammar import COMPONENT_PREFIXES
+from fuselora.lora.grammar import spellings
 from fuselora.specs import ALL
 
+# What else is high or low in file names: low_rank, high_quality.
+_OTHER = "rank|res|vram|mem|step|quality|detail|motion|contrast|fps|poly|fidelity|def|speed"
 _EXPERT_WORD = re.compile(
-    r"(?<![a-z])(?P<expert>high|low)(?=[-_ ]?noise|(?![a-z])(?![-_ ]?(?:rank|res|vram|mem|step)))",
-    re.IGNORECASE,
+    rf"(?<![a-z])(?P<expert>high|low)(?=[-_ ]?noise|(?![a-z])(?![-_ ]?(?:{_OTHER})))", re.IGNORECASE
 )
+FIRST = "transformer"
 THREE_SPELLINGS = (
     "Say which: --lora HIGH.safetensors,LOW.safetensors for one file per expert, "
     "--lora transformer_2=FILE for one expert, or --lora all=FILE for one file on both."
@@ -54,6 +56,9 @@ def assign(adapters: Sequence[Adapter], checkpoint: Checkpoint) -> Assigned:
         if isinstance(components, Fault):
             faults.append(components)
             continue
+        if stray := _stray_keys(adapter, components, checkpoint):
+            faults.append(stray)
+            continue
         assignments += [Assignment(order, adapter, component) for component in components]
         for contradiction in _contradictions(adapter, components, checkpoint):
             if isinstance(contradiction, Fault):
@@ -65,7 +70,18 @@ def assign(adapters: Sequence[Adapter], checkpoint: Checkpoint) -> Assigned:
 
 def named_component(module: str) -> str | None:
     """The component that a module's own prefix names, where it names one."""
-    return next((name for prefix, name in COMPONENT_PREFIXES.items() if module.startswith(prefix)), None)
+    return spellings(module)[-1].component
+
+
+def key_owners(adapter: Adapter) -> frozenset[str]:
+    """The components whose prefix keys have; keys of none beside such keys are the first expert's."""
+    named = {named_component(module.name) for module in adapter.modules}
+    return frozenset(name or FIRST for name in named) if named - {None} else frozenset()
+
+
+def one_for_all(owners: frozenset[str], component: Component) -> bool:
+    """Whether every key may go to the component: none says for whom, or all the same and it has no twin."""
+    return not owners or (len(owners) == 1 and component.role == "single")
 
 
 def expert_in_name(name: str) -> str | None:
@@ -104,7 +120,24 @@ def _by_keys(adapter: Adapter, checkpoint: Checkpoint) -> tuple[Component, ...]:
 
 
 def _plainly_first(module: str) -> str | None:
-    return "transformer" if module.startswith("transformer.") else None
+    return FIRST if any(s.name.startswith(f"{FIRST}.") for s in spellings(module)) else None
+
+
+def _stray_keys(adapter: Adapter, components: Sequence[Component], checkpoint: Checkpoint) -> Fault | None:
+    """Keys for a component that the file was not given for, or a component that it has no keys for."""
+    owners, given = key_owners(adapter), {component.name for component in components}
+    if owners == given or all(one_for_all(owners, component) for component in components):
+        return None
+    text = f"has keys for {_and(owners)}, and was given for {_and(given)}"
+    if all(checkpoint.component(name) for name in owners):
+        return _fault(
+            adapter, "stray_keys", text, f"Leave the target out: --lora {adapter.location.spec.source}"
+        )
+    return _fault(adapter, "stray_keys", text, "Fuse it into the whole pipeline, or split the file.")
+
+
+def _and(names: Iterable[str]) -> str:
+    return " and ".join(sorted(names))
 
 
 def _no_component(adapter: Adapter, checkpoint: Checkpoint) -> Fault:

@@ -92,7 +92,7 @@ def test_tiny_models_of_other_sizes_do_not_fit_each_other() -> None:
 def test_mixed_keeps_what_the_model_class_keeps() -> None:
     mixed = base_tensors(tiny(T2V), "diffusers", dtype="BF16", mixed=True)
     kept = {spec.name for spec in mixed if spec.dtype == "F32"}
-    assert kept == {spec.name for spec in mixed if WAN.keeps_float32(spec.name)}
+    assert kept == {spec.name for spec in mixed if WAN.keeps_float32(spec.name, "diffusers")}
     assert {"scale_shift_table", "blocks.1.norm2.bias"} < kept
     assert "blocks.0.attn1.norm_q.weight" not in kept
     assert {spec.dtype for spec in base_tensors(tiny(T2V), dtype="BF16")} == {"BF16"}

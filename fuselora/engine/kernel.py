@@ -11,9 +11,10 @@ import torch
 
 from fuselora.delta.rounding import round_once
 from fuselora.delta.sums import add_full, add_full_exactly, add_low_rank, add_low_rank_exactly
-from fuselora.errors import ChangedError, NumericError
+from fuselora.errors import NumericError
 from fuselora.header import DTYPE_BITS
 from fuselora.plan import UNIT_ROWS, Factor, Full, Fuse, LowRank
+from fuselora.reading import changed, reading
 from fuselora.tensors import all_finite, view
 
 if TYPE_CHECKING:
@@ -106,10 +107,10 @@ def read_rows(factor: Factor, columns: int, first: int, last: int, dtype: torch.
 def _read(factor: Factor, first: int, n_elements: int, dtype: torch.dtype) -> torch.Tensor:
     item_bytes = DTYPE_BITS[factor.dtype] // 8
     raw = bytearray(n_elements * item_bytes)
-    with factor.path.open("rb") as stream:
+    with reading(factor.path), factor.path.open("rb") as stream:
         stream.seek(factor.offset + first * item_bytes)
         if stream.readinto(raw) != len(raw):
-            raise ChangedError(f"{factor.path}: was cut short while it was read", path=str(factor.path))
+            raise changed(factor.path)
     return view(raw, factor.dtype, n_elements).to(dtype)
 
 

@@ -40,6 +40,7 @@ class Lane:
     def __init__(self, name: str, flow: Flow, depth: int) -> None:
         self._flow = flow
         self._jobs: queue.Queue[Job | None] = queue.Queue(depth)
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -50,10 +51,13 @@ class Lane:
     def finish(self) -> None:
         """Let the queued jobs end. Raises ``Stopped`` if they could not."""
         self._put(None)
-        self._thread.join()
+        self.join()
         self._flow.check()
 
     def join(self) -> None:
+        """Wait until the thread has ended, now or after the flow failed."""
+        # Up to Python 3.12 an interrupted Thread.join takes the thread for ended while it still writes.
+        self._ended.wait()
         self._thread.join()
 
     def _put(self, job: Job | None) -> None:
@@ -70,6 +74,8 @@ class Lane:
                 job()
         except BaseException as error:  # it is raised again in the thread that asked for the file
             self._flow.fail(error)
+        finally:
+            self._ended.set()
 
     def _next(self) -> Job | None:
         while True:

@@ -8,17 +8,19 @@ import os
 import queue
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from fuselora.digest import sha256_file
 from fuselora.engine.buffers import Buffer, Pool
 from fuselora.engine.kernel import Kernel, LoadedStep, Lost
 from fuselora.engine.lanes import Flow, Lane, lanes
-from fuselora.errors import ChangedError
+from fuselora.errors import NumericError
 from fuselora.header import DTYPE_BITS
 from fuselora.plan import COPY_BYTES, Fuse
+from fuselora.reading import changed, reading, state
 
 if TYPE_CHECKING:
     from fuselora.plan import OutputFile
@@ -78,18 +80,19 @@ def write_file(
     """Write, hash and fsync one output file; ``advance`` is told the output bytes as they come.
 
     Raises ``ChangedError`` if the base is not what the plan saw, ``NumericError`` for a result that
-    is not finite, and ``OSError`` from the system as it is.
+    is not finite, ``ReadError`` where an input cannot be read, and ``OSError`` from the output as it is.
     """
-    with file.base.path.open("rb") as base, target.open("wb") as out:
+    with _opened(file.base.path) as base, target.open("wb") as out:
         before = os.fstat(base.fileno())
         os.fchmod(out.fileno(), stat.S_IMODE(before.st_mode) & 0o666)
         _reserve(out.fileno(), file.n_bytes)
         run = _Run(file, base.fileno(), out.fileno(), kernel, digest, advance)
         run.start()
-        lost = run.body()
+        with _naming(file.base.path):
+            lost = run.body()
         os.fsync(out.fileno())
-        if _state(os.fstat(base.fileno())) != _state(before):
-            raise _changed(file)
+        if state(os.fstat(base.fileno())) != state(before):
+            raise changed(file.base.path)
     return WrittenFile(run.sha256(), run.base_sha256(), before, lost)
 
 
@@ -117,9 +120,10 @@ class _Run:
 
     def start(self) -> None:
         """Both headers; the base's must be the one that the plan was made from."""
-        header = os.pread(self._base, self._file.base.data_start, 0)
+        header = bytearray(self._file.base.data_start)
+        _read_all(self._file.base.path, self._base, memoryview(header), 0)
         if hashlib.sha256(header).hexdigest() != self._file.base.sha256:
-            raise _changed(self._file)
+            raise changed(self._file.base.path)
         self._base_hash.update(header)
         self._out_hash.update(self._file.header)
         _write_all(self._out, memoryview(self._file.header), 0)
@@ -138,13 +142,16 @@ class _Run:
         if not self._digest:
             return None
         # Out of order, the base's bytes do not pass by as the file holds them.
-        return self._base_hash.hexdigest() if self._hash_base else sha256_file(self._file.base.path)
+        if self._hash_base:
+            return self._base_hash.hexdigest()
+        with reading(self._file.base.path):
+            return sha256_file(self._file.base.path)
 
     def _read_ahead(self, base_hasher: Lane) -> None:
         for piece in pieces(self._file):
             buffer = self._reads.take(self._flow)
             content = buffer.bytes(piece.n_bytes)
-            _read_all(self._file, self._base, content, piece.source)
+            _read_all(self._file.base.path, self._base, content, piece.source)
             if self._hash_base:
                 buffer.hold(1)
                 base_hasher.put(_update(self._base_hash, content, buffer))
@@ -219,12 +226,28 @@ def _reserve(out: int, n_bytes: int) -> None:
         os.ftruncate(out, n_bytes)
 
 
-def _read_all(file: OutputFile, base: int, content: memoryview, offset: int) -> None:
+def _opened(path: Path) -> BinaryIO:
+    with reading(path):
+        return path.open("rb")
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """A kernel knows tensors, not files; both experts of a base hold the same names."""
+    try:
+        yield
+    except NumericError as error:
+        text = f"{path}: {error.message}"
+        raise NumericError(text, hint=error.hint, path=str(path), **error.facts) from error
+
+
+def _read_all(path: Path, base: int, content: memoryview, offset: int) -> None:
     done = 0
     while done < len(content):
-        got = os.preadv(base, [content[done:]], offset + done)
+        with reading(path):
+            got = os.preadv(base, [content[done:]], offset + done)
         if got == 0:
-            raise _changed(file)
+            raise changed(path)
         done += got
 
 
@@ -232,12 +255,3 @@ def _write_all(out: int, content: memoryview, offset: int) -> None:
     done = 0
     while done < len(content):
         done += os.pwrite(out, content[done:], offset + done)
-
-
-def _state(found: os.stat_result) -> tuple[int, int, int]:
-    return found.st_size, found.st_mtime_ns, found.st_ino
-
-
-def _changed(file: OutputFile) -> ChangedError:
-    path = file.base.path
-    return ChangedError(f"{path}: was changed while it was read", hint="Start again.", path=str(path))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fuselora.families.family import Family, Kin, Layout, SkipRule
+from fuselora.families.family import Branch, Family, Kin, Layout, Measure, SkipRule
 from fuselora.families.wan import WAN
 
 FAMILIES: tuple[Family, ...] = (WAN,)
 
-__all__ = ["FAMILIES", "Family", "Kin", "Layout", "SkipRule"]
+__all__ = ["FAMILIES", "Branch", "Family", "Kin", "Layout", "Measure", "SkipRule"]

@@ -1,4 +1,4 @@
-"""The shape of a family's data, and the three questions it answers: whose name, which layout, what kin.
+"""The shape of a family's data, and the questions it answers: whose name, which layout, what kin.
 
 A pattern is a dotted name in which ``{n}`` stands for one number: ``blocks.{n}.attn1.to_q``.
 """
@@ -62,6 +62,50 @@ class Kin:
         return (*self.models, *(f"{model} (one expert)" for model in self.expert_of))
 
 
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A size that a LoRA's deltas show: ``shown_by`` maps an axis to native tensor patterns.
+
+    ``witness`` is the tensor and axis by which a ``Kin`` states the same size.
+    """
+
+    name: str
+    witness: tuple[str, int]
+    shown_by: Mapping[int, tuple[str, ...]]
+
+    def of(self, native: Shapes) -> frozenset[int]:
+        """Every size that tensors of these shapes show; more than one when they disagree."""
+        found = ((axis, _any_of(patterns)) for axis, patterns in self.shown_by.items())
+        return frozenset(
+            shape[axis]
+            for axis, pattern in found
+            for name, shape in native.items()
+            if len(shape) > axis and pattern.fullmatch(name)
+        )
+
+    def allows(self, sizes: frozenset[int], kin: Kin) -> bool:
+        tensor, axis = self.witness
+        stated = kin.witnesses.get(tensor, ())[axis : axis + 1]
+        return stated in ((), (-1,)) or sizes <= frozenset(stated)
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Modules (native patterns) that some models of a family have; those have the tensor ``witness``."""
+
+    name: str
+    modules: tuple[str, ...]
+    witness: str
+
+    def is_in(self, native: Iterable[str]) -> bool:
+        """Whether tensors of these names have any of it."""
+        pattern = _any_of(self.modules)
+        return any(pattern.fullmatch(_split_leaf(name)[0]) for name in native)
+
+    def allows(self, present: bool, kin: Kin) -> bool:
+        return not present or kin.witnesses.get(self.witness) != ()
+
+
 class Renames:
     """(native, diffusers) patterns of modules and bare parameters, compiled for both directions."""
 
@@ -72,16 +116,23 @@ class Renames:
             "native": _numbered(native),
             "diffusers": _numbered(diffusers),
         }
+        self._flat: dict[Layout, re.Pattern[str]] = {
+            "native": _numbered([name.replace(".", "_") for name in native]),
+            "diffusers": _numbered([name.replace(".", "_") for name in diffusers]),
+        }
         self._spellings: dict[Layout, list[str]] = {"native": native, "diffusers": diffusers}
 
     def translate(self, stem: str, to: Layout) -> str:
         """A name of the other layout as ``to`` spells it; unchanged if no row speaks of it."""
         found = self._patterns[_OTHER[to]].fullmatch(stem)
-        if found is None or found.lastgroup is None:
-            return stem
-        spelling = self._spellings[to][int(found.lastgroup[1:])]
-        numbers = [number for number in found.groups()[found.lastindex :] if number is not None]
-        return spelling.replace("{n}", "{}").format(*numbers)
+        return self._spelled(found, to) if found else stem
+
+    def dotted(self, flat: str) -> str | None:
+        """A name in which every dot became an underscore, as the row that fits it spells it."""
+        for layout, pattern in self._flat.items():
+            if found := pattern.fullmatch(flat):
+                return self._spelled(found, layout)
+        return None
 
     def only_in(self, stem: str) -> Layout | None:
         """The one layout that uses this name; None when both do, or neither."""
@@ -90,6 +141,13 @@ class Renames:
         if native == diffusers:
             return None
         return "native" if native else "diffusers"
+
+    def _spelled(self, found: re.Match[str], to: Layout) -> str:
+        """The row that ``found`` fits, with its numbers, as ``to`` spells it."""
+        assert found.lastgroup is not None and found.lastindex is not None
+        spelling = self._spellings[to][int(found.lastgroup[1:])]
+        numbers = [number for number in found.groups()[found.lastindex :] if number is not None]
+        return spelling.replace("{n}", "{}").format(*numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +158,7 @@ class Family:
     ``renames``: names that the layouts spell differently. ``block``: the native pattern whose count
     is the number of blocks. ``keep_float32``: name segments (diffusers spelling) that the model class
     keeps in float32. ``experts``: component -> role, for families that come as two experts.
+    ``measures`` and ``branches``: what tells the models apart by a LoRA alone.
     """
 
     name: str
@@ -110,6 +169,8 @@ class Family:
     experts: Mapping[str, str]
     skips: tuple[SkipRule, ...]
     kin: tuple[Kin, ...]
+    measures: tuple[Measure, ...] = ()
+    branches: tuple[Branch, ...] = ()
 
     def recognises(self, names: Iterable[str]) -> bool:
         signature = _any_of(self.signature)
@@ -149,8 +210,33 @@ class Family:
 
     def n_blocks(self, native_names: Iterable[str]) -> int:
         """How many blocks have a tensor among ``native_names``."""
+        return len(self.block_numbers(native_names))
+
+    def block_numbers(self, native_names: Iterable[str]) -> frozenset[int]:
+        """The blocks that have a tensor among ``native_names``."""
         pattern = _compiled(self.block)
-        return len({found.group(1) for name in native_names if (found := pattern.match(name))})
+        return frozenset(int(found.group(1)) for name in native_names if (found := pattern.match(name)))
+
+    def kin_of_deltas(self, native: Shapes) -> tuple[Kin, ...]:
+        """The models that have room for all deltas of a LoRA, given by native tensor names."""
+        n_blocks = max(self.block_numbers(native), default=-1) + 1
+        sizes = [(measure, measure.of(native)) for measure in self.measures]
+        branches = [(branch, branch.is_in(native)) for branch in self.branches]
+        return tuple(
+            kin
+            for kin in self.kin
+            if n_blocks <= kin.blocks
+            and all(measure.allows(shown, kin) for measure, shown in sizes)
+            and all(branch.allows(present, kin) for branch, present in branches)
+        )
+
+    def kin_but_for(self, rule: SkipRule, native: Shapes) -> tuple[Kin, ...]:
+        """The models that have room for all deltas but those that ``rule`` lets them lack."""
+        rest = {name: shape for name, shape in native.items() if not rule.covers(_split_leaf(name)[0])}
+        if len(rest) == len(native):
+            return ()
+        whole = self.kin_of_deltas(native)
+        return tuple(k for k in self.kin_of_deltas(rest) if k not in whole and rule.harmless(k.witnesses))
 
     def _is_kin(self, kin: Kin, native: Shapes) -> bool:
         if self.n_blocks(native) != kin.blocks:
@@ -172,7 +258,7 @@ def _split_leaf(name: str) -> tuple[str, str]:
 
 @cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(re.escape(pattern).replace(r"\{n\}", r"(\d+)"))
+    return re.compile(re.escape(pattern).replace(r"\{n\}", r"([0-9]{1,9})"))
 
 
 @cache

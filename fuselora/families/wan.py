@@ -7,7 +7,7 @@ Sources: the published checkpoints' tensor lists; diffusers' WanTransformer3DMod
 
 from __future__ import annotations
 
-from fuselora.families.family import LEAVES, Family, Kin, Renames, SkipRule
+from fuselora.families.family import LEAVES, Branch, Family, Kin, Measure, Renames, SkipRule
 
 # (native, diffusers), inside one transformer block
 BLOCK = (
@@ -50,14 +50,22 @@ STEM = (
 )
 BLOCKS = ("blocks.{n}", "vace_blocks.{n}")
 
+IMAGE_MODULES = (
+    "blocks.{n}.cross_attn.k_img",
+    "blocks.{n}.cross_attn.v_img",
+    "blocks.{n}.cross_attn.norm_k_img",
+    "img_emb.proj.{n}",
+)
+VACE_MODULES = (
+    *(f"vace_blocks.{{n}}.{native}" for native, _ in BLOCK),
+    "vace_blocks.{n}.before_proj",
+    "vace_blocks.{n}.after_proj",
+    "vace_patch_embedding",
+)
+
 IMAGE_BRANCH = SkipRule(
     reason="image branch of Wan2.1, which this base does not have",
-    modules=(
-        "blocks.{n}.cross_attn.k_img",
-        "blocks.{n}.cross_attn.v_img",
-        "blocks.{n}.cross_attn.norm_k_img",
-        "img_emb.proj.{n}",
-    ),
+    modules=IMAGE_MODULES,
     # Wan2.2-I2V-A14B takes the image as 36 input channels and has no image branch; LightX2V
     # publishes the Wan2.1-I2V distill file for it (ModelTC/LightX2V issue 1246).
     witness="patch_embedding.weight",
@@ -70,6 +78,29 @@ SIGNATURE = (
     "blocks.{n}.scale_shift_table",
     # attention and feed-forward; norms alone would say too little
     *(f"{block}.{name}.{leaf}" for block in BLOCKS for row in BLOCK[:17] for name in row for leaf in LEAVES),
+)
+
+
+ATTENTION = tuple(f"{attention}.{linear}" for attention in ("self_attn", "cross_attn") for linear in "qkvo")
+MEASURES = (
+    Measure(
+        "dim",
+        ("patch_embedding.weight", 0),
+        {
+            0: (
+                *(f"{block}.{module}.weight" for block in BLOCKS for module in (*ATTENTION, "ffn.2")),
+                "patch_embedding.weight",
+                "time_embedding.0.weight",
+            ),
+            1: tuple(f"{block}.ffn.0.weight" for block in BLOCKS),
+            2: tuple(f"{block}.modulation" for block in BLOCKS),
+        },
+    ),
+    Measure("in_channels", ("patch_embedding.weight", 1), {1: ("patch_embedding.weight",)}),
+)
+BRANCHES = (
+    Branch("image", IMAGE_MODULES, "blocks.0.cross_attn.k_img.bias"),
+    Branch("vace", VACE_MODULES, "vace_blocks.0.before_proj.bias"),
 )
 
 
@@ -94,7 +125,11 @@ def _vace(blocks: int, dim: int, model: str) -> Kin:
         (model,),
         (),
         blocks,
-        {"patch_embedding.weight": (dim, 16, -1, -1, -1), "vace_blocks.0.before_proj.bias": (dim,)},
+        {
+            "patch_embedding.weight": (dim, 16, -1, -1, -1),
+            "blocks.0.cross_attn.k_img.bias": (),
+            "vace_blocks.0.before_proj.bias": (dim,),
+        },
     )
 
 
@@ -118,4 +153,6 @@ WAN = Family(
         _vace(30, 1536, "Wan2.1-VACE-1.3B"),
         _vace(40, 5120, "Wan2.1-VACE-14B"),
     ),
+    measures=MEASURES,
+    branches=BRANCHES,
 )

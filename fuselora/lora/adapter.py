@@ -10,7 +10,7 @@ from fuselora.errors import Fault
 from fuselora.header import Header, TensorInfo, read_header
 from fuselora.jsonfile import read_json
 from fuselora.lora.grammar import ParsedKey, Part, parse_key, unfused_kind
-from fuselora.lora.scale import AdapterConfig, BadAlpha, config_of, peft_config, read_alpha
+from fuselora.lora.scale import AdapterConfig, BadAlpha, config_of, peft_configs, read_alpha
 
 if TYPE_CHECKING:
     from fuselora.resolve import LoraLocation
@@ -19,8 +19,12 @@ if TYPE_CHECKING:
 UNFUSED_CONFIG = (
     "use_dora", "use_qalora", "lora_bias", "fan_in_fan_out", "modules_to_save",
     "target_parameters", "layer_replication", "trainable_token_indices", "use_bdlora",
+    "alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config",
 )  # fmt: skip
-CHANGED_BASE_INITS = ("pissa", "olora", "loftq", "corda", "eva")
+# The parts that name a module's dialect, the most telling first.
+TELLING: tuple[Part, ...] = ("down", "up", "diff", "diff_b", "diff_m", "alpha")
+# Ways to start a training that take the adapter's first value out of the base's weights.
+CHANGED_BASE_INITS = ("pissa", "olora", "loftq", "corda", "lora_ga")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,13 @@ def _key_faults(
     for part, found in parts.items():
         if part != "alpha":
             yield from (_empty(location, tensor) for _, tensor in found if tensor.n_elements == 0)
+        if part in ("down", "up"):
+            yield from (_no_matrix(location, tensor) for _, tensor in found if len(tensor.shape) < 2)
+
+
+def _no_matrix(location: LoraLocation, tensor: TensorInfo) -> Fault:
+    text = f"{tensor.name} is no matrix, its shape is {list(tensor.shape)}"
+    return _fault(location, "shape", tensor.name, text)
 
 
 def _empty(location: LoraLocation, tensor: TensorInfo) -> Fault:
@@ -117,9 +128,7 @@ def _modules(
     with location.path.open("rb") as stream:
         for name, parts in keys.items():
             tensors = {part: found[0][1] for part, found in parts.items()}
-            dialect = next(
-                (p.dialect for part, found in parts.items() if part != "alpha" for p, _ in found), "alpha"
-            )
+            dialect = next(parts[part][0][0].dialect for part in TELLING if part in parts)
             alpha = None
             if "alpha" in tensors:
                 try:
@@ -139,7 +148,7 @@ def _config(location: LoraLocation, header: Header) -> tuple[AdapterConfig | Non
             document = read_json(location.config)
             faults += _ignored_settings(location, location.config.name, document)
             return config_of(document), faults
-        if nested := peft_config(header.metadata):
+        for nested in peft_configs(header.metadata).values():
             faults += _ignored_settings(location, "lora_adapter_metadata", nested)
     except BadAlpha as error:
         faults.append(_fault(location, "alpha", "lora_alpha", str(error)))
@@ -153,7 +162,7 @@ def _ignored_settings(location: LoraLocation, where: str, document: Mapping[str,
                 location, "unsupported", key, f"{where}: sets {key}, which fuselora does not fuse yet"
             )
     init = document.get("init_lora_weights")
-    if isinstance(init, str) and init.startswith(CHANGED_BASE_INITS):
+    if isinstance(init, str) and init.lower().startswith(CHANGED_BASE_INITS):
         text = f"{where}: the adapter was trained against a base changed by {init!r}"
         yield _fault(location, "changed_base", "init_lora_weights", text,
                      "Convert it to a plain LoRA with PEFT before fusing.")  # fmt: skip

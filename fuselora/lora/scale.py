@@ -86,33 +86,50 @@ def config_of(document: Mapping[str, object]) -> AdapterConfig | None:
     return AdapterConfig(
         lora_alpha=finite(document["lora_alpha"]),  # type: ignore[arg-type]
         use_rslora=document.get("use_rslora") is True,
-        alpha_pattern={k: finite(v) for k, v in _mapping(document.get("alpha_pattern")).items()},
+        alpha_pattern=_alpha_pattern(document.get("alpha_pattern")),
     )
 
 
-def peft_config(metadata: Mapping[str, str]) -> Mapping[str, object] | None:
-    """The ``LoraConfig`` that diffusers keeps in a file's metadata, its component prefix off.
+def _alpha_pattern(value: object) -> Mapping[str, float]:
+    """PEFT reads each key as a regular expression."""
+    found = {}
+    for pattern, alpha in value.items() if isinstance(value, dict) else ():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise BadAlpha(f"alpha_pattern has the key {pattern!r}, no regular expression: {error}") from None
+        found[pattern] = finite(alpha)
+    return found
+
+
+def peft_configs(metadata: Mapping[str, str]) -> Mapping[str, Mapping[str, object]]:
+    """Each ``LoraConfig`` that diffusers keeps in a file's metadata, by component, "" for one of none.
 
     Raises ``BadAlpha`` when it is there but is no JSON object.
     """
     text = metadata.get("lora_adapter_metadata")
     if text is None:
-        return None
+        return {}
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):
-        raise BadAlpha("lora_adapter_metadata is not JSON") from None
-    for prefix in CONFIG_PREFIXES:
-        if isinstance(document, dict) and prefix + "lora_alpha" in document:
-            start = len(prefix)
-            return {k[start:]: v for k, v in document.items() if k.startswith(prefix)}
-    return None
+        document = None
+    if not isinstance(document, dict):
+        raise BadAlpha("lora_adapter_metadata is not a JSON object")
+    return {
+        prefix.removesuffix("."): {k[len(prefix) :]: v for k, v in document.items() if k.startswith(prefix)}
+        for prefix in CONFIG_PREFIXES
+        if prefix + "lora_alpha" in document
+    }
 
 
-def config_of_metadata(metadata: Mapping[str, str]) -> AdapterConfig | None:
-    """The scale rules in a file's ``__metadata__``; None when it gives no alpha. Raises ``BadAlpha``."""
-    if (document := peft_config(metadata)) is not None:
-        return config_of(document)
+def config_of_metadata(metadata: Mapping[str, str], component: str = "") -> AdapterConfig | None:
+    """The scale rules for ``component`` in a file's ``__metadata__``; None when it gives no alpha.
+
+    Raises ``BadAlpha``.
+    """
+    if documents := peft_configs(metadata):
+        return config_of(documents.get(component) or next(iter(documents.values())))
     for key in METADATA_KEYS:
         # kohya's trainers write the text "None" when no alpha was set
         if metadata.get(key, "None") != "None":
@@ -148,6 +165,3 @@ def _scalar(raw: bytes, dtype: str) -> float:
         raise BadAlpha(f"alpha has the dtype {dtype}, which holds no number")
     return float(struct.unpack(SCALAR_FORMATS[dtype], raw)[0])
 
-
-def _mapping(value: object) -> Mapping[str, str]:
-    return value if isinstance(value, dict) else {}

@@ -34,8 +34,7 @@ def refuse_occupied(stage: Stage, overwrite: bool) -> bool:
     if not claims.is_real_folder(out):
         refuse(out, "exists and is not a folder", APART)
     marked = holds_output(out, stage.former, stage.mounted)
-    unfinished = stage.mounted and not marked and _is_interrupted(stage)
-    if not marked and not unfinished:
+    if not _is_interrupted(stage) and not marked:
         _refuse_content(stage)
         return False
     if marked and not overwrite:
@@ -45,12 +44,19 @@ def refuse_occupied(stage: Stage, overwrite: bool) -> bool:
 
 
 def _is_interrupted(stage: Stage) -> bool:
-    """A kill stopped the publication into a mount point; ``volume.roll_back`` will undo it."""
-    return (stage.out / JOURNAL_NAME).is_file() and claims.is_marked(stage.folder)
+    """A kill stopped the publication into a mount point; ``volume.roll_back`` can undo it."""
+    if not stage.mounted or not (stage.out / JOURNAL_NAME).is_file() or claims.is_marked(stage.out):
+        return False
+    if not claims.is_marked(stage.folder):
+        what = (
+            f"is left from a publication that was cut off, and its {volume.STAGE_NAME} is gone or not whole"
+        )
+        refuse(stage.out, what, "Empty it by hand.")
+    return True
 
 
 def _refuse_content(stage: Stage) -> None:
-    skip = volume.BESIDE | {JOURNAL_NAME} if stage.mounted else ()
+    skip = volume.BESIDE if stage.mounted else ()
     with os.scandir(stage.out) as entries:
         names = sorted(entry.name for entry in entries if entry.name not in skip)
     if names:

@@ -88,7 +88,7 @@ def publish(stage: Stage, *, overwrite: bool) -> None:
     """Puts the staged folder, whose marker is its last file, in OUT's place: one rename, or an exchange.
 
     All files must be on disk. The marker must list every file there is, but itself. Raises
-    ``OutputError``; the stage is then still there, unless the message says that OUT is complete.
+    ``OutputError``; the stage is then still there, unless ``facts["published"]`` says OUT is complete.
     """
     with writing(stage.out):
         occupancy.refuse_incomplete(stage.folder)
@@ -100,13 +100,15 @@ def publish(stage: Stage, *, overwrite: bool) -> None:
             _replace(stage)
         else:
             _rename(stage.folder, stage.out)
-    if overwrite and not stage.mounted and occupancy.is_set_aside(stage.former):
-        _drop_former(stage.former, stage.out)
+    with _published(stage):
+        _drop_former(stage, overwrite)
 
 
 def discard(stage: Stage) -> None:
     """Removes what was staged; files that are not ours stay. ``open_stage`` takes the parents it made."""
     with writing(stage.folder):
+        if stage.mounted:
+            volume.roll_back(stage.folder, stage.out, stage.former)
         if occupancy.is_ours(stage.folder):
             claims.remove(stage.folder)
 
@@ -166,11 +168,10 @@ def _rename(folder: Path, out: Path) -> None:
 
 
 def _replace(stage: Stage) -> None:
-    if not _without_journal(stage.folder, lambda: exchange(stage.folder, stage.out)):
+    if _without_journal(stage.folder, lambda: exchange(stage.folder, stage.out)):
+        sync_folder(stage.out.parent)
+    else:
         _replace_in_two_steps(stage)
-        return
-    sync_folder(stage.out.parent)
-    _drop_former(stage.folder, stage.out)
 
 
 def _replace_in_two_steps(stage: Stage) -> None:
@@ -182,22 +183,35 @@ def _replace_in_two_steps(stage: Stage) -> None:
         claims.remove(stage.former)
     # The journal tells this folder from a copy that the user keeps under that name.
     write_file(stage.out / JOURNAL_NAME, b"")
-    stage.out.rename(stage.former)
     try:
+        stage.out.rename(stage.former)
         _rename(stage.folder, stage.out)
-    except OSError:
-        stage.former.rename(stage.out)
+    except BaseException:
+        if not os.path.lexists(stage.out):
+            stage.former.rename(stage.out)
         (stage.out / JOURNAL_NAME).unlink(missing_ok=True)
         raise
 
 
-def _drop_former(former: Path, out: Path) -> None:
+def _drop_former(stage: Stage, overwrite: bool) -> None:
+    """After an exchange the former output is where the stage was, after two renames it is in ``OUT.old``."""
+    if stage.mounted:
+        volume.sweep(stage.folder, stage.out, stage.former)
+        return
+    if claims.is_marked(stage.folder):
+        claims.remove(stage.folder)
+    if overwrite and occupancy.is_set_aside(stage.former):
+        claims.remove(stage.former)
+
+
+@contextmanager
+def _published(stage: Stage) -> Iterator[None]:
     try:
-        claims.remove(former)
-        sync_folder(out.parent)
+        yield
     except OSError as error:
-        what = f"could not be removed: {error.strerror}. {out} is complete, and this is what it replaced"
-        raise OutputError(f"{former}: {what}", hint="Remove it by hand.", path=str(former)) from error
+        what = f"is complete, but what it replaced could not be removed: {error.strerror}"
+        hint = f"Remove {error.filename or stage.folder} by hand."
+        raise OutputError(f"{stage.out}: {what}", hint=hint, path=str(stage.out), published=True) from error
 
 
 def _without_journal(folder: Path, move: Callable[[], bool]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,10 +47,19 @@ def _unescaped(field: bytes) -> bytes:
 
 
 def move_up(folder: Path, out: Path, former: Path) -> None:
-    """Publishes the staged ``folder`` into ``out``; a former output there goes to ``former`` and is removed.
+    """Publishes the staged ``folder`` into ``out``; a former output there goes to ``former``.
 
-    Raises ``OSError``; what it leaves then, ``roll_back`` undoes.
+    ``sweep`` then removes that. Raises ``OSError``, with everything back where it was if that can be done.
     """
+    try:
+        _move_all_up(folder, out, former)
+    except BaseException:
+        with suppress(OSError):
+            roll_back(folder, out, former)
+        raise
+
+
+def _move_all_up(folder: Path, out: Path, former: Path) -> None:
     files = claims.marked_files(folder) or frozenset()
     (folder / JOURNAL_NAME).touch()
     _move(folder, out, [JOURNAL_NAME])
@@ -60,7 +70,6 @@ def move_up(folder: Path, out: Path, former: Path) -> None:
     _sync_published(out)
     _move(folder, out, [MARKER_NAME])
     sync_folder(out)
-    _sweep(folder, out, former)
 
 
 def roll_back(folder: Path, out: Path, former: Path) -> None:
@@ -69,7 +78,7 @@ def roll_back(folder: Path, out: Path, former: Path) -> None:
         return
     staged = claims.marked_files(folder)
     if staged is None:
-        _sweep(folder, out, former)
+        sweep(folder, out, former)
         return
     # A path still in the stage was not moved up yet: the one in OUT is the former output's.
     _move(out, folder, [path for path in sorted(staged) if not os.path.lexists(folder / path)])
@@ -98,10 +107,11 @@ def _sync_published(out: Path) -> None:
     sync_folder(out)
 
 
-def _sweep(folder: Path, out: Path, former: Path) -> None:
-    """The new marker is in place: what only the way there needed goes."""
-    (out / JOURNAL_NAME).unlink(missing_ok=True)
+def sweep(folder: Path, out: Path, former: Path) -> None:
+    """The new marker is in place: what only the way there needed goes. Raises ``OSError``."""
     for leftover in (former, folder):
         if claims.is_real_folder(leftover):
             claims.remove(leftover)
+    # Last: while it is there, the next run sweeps what this one could not.
+    (out / JOURNAL_NAME).unlink(missing_ok=True)
     sync_folder(out)

@@ -425,23 +425,26 @@ def test_a_file_that_came_into_out_meanwhile_stops_the_exchange(out: Path, base:
     assert tree(out) == {**expected("old"), "mine.txt": b""}
 
 
-def test_a_failed_second_step_puts_the_old_output_back(
-    out: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["out", "out.partial"])
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
+def test_a_failed_step_puts_the_old_output_back(
+    out: Path, base: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, name: str
 ) -> None:
     write_fused(out, "old")
     without_exchange(monkeypatch)
     rename = Path.rename
 
     def failing(self: Path, target: Path) -> Path:
-        if self.name == "out.partial":
-            raise OSError(errno.EIO, "Input/output error")
+        if self.name == name:
+            raise error
         return rename(self, target)
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", failing)
-        with pytest.raises(OutputError, match="Input/output"):
+        with pytest.raises((OutputError, KeyboardInterrupt)):
             run(out, base, "new", overwrite=True)
     assert tree(out) == expected("old")
+    assert names(out.parent) == ["out", "out.partial"]
     assert run(out, base, "new", overwrite=True) == list(SHARDS)
     assert names(out.parent) == ["out"]
 
@@ -459,8 +462,9 @@ def test_what_was_replaced_and_cannot_be_removed_is_said(
         unlink(self, missing_ok)
 
     monkeypatch.setattr(Path, "unlink", failing)
-    with pytest.raises(OutputError, match="is complete"):
+    with pytest.raises(OutputError, match="is complete") as caught:
         run(out, base, "new", overwrite=True)
+    assert caught.value.facts["published"] is True
     assert tree(out) == expected("new")
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 from fuselora.errors import MarkerError, OutputError
 from fuselora.marker import FILE_NAME, JOURNAL_NAME, read_marker
 from fuselora.output import volume
-from fuselora.output.staging import discard, open_stage, prepare
+from fuselora.output.staging import discard, open_stage, prepare, publish
 from tests.output import kills
 from tests.output.fused_folder import SHARDS, expected, fill, run, tree, write_fused
 
@@ -128,7 +129,7 @@ def state(out: Path) -> str:
 
 
 def published(out: Path) -> dict[str, bytes]:
-    own = (JOURNAL_NAME, "fuselora.partial", "fuselora.former")
+    own = (JOURNAL_NAME, volume.STAGE_NAME, volume.FORMER_NAME)
     return {path: content for path, content in tree(out).items() if not path.startswith(own)}
 
 
@@ -218,6 +219,75 @@ def test_an_interrupted_replacement_needs_overwrite_again(tmp_path: Path, base: 
         prepare(out, inputs=[base], overwrite=False, restart=False)
     assert run(out, base, "other", overwrite=True, restart=True) == []
     assert tree(out) == expected("other")
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
+def test_a_move_that_fails_is_undone(
+    out: Path, base: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, dropped: bool
+) -> None:
+    write_fused(out, "old")
+    rename = Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if self.name == name and volume.STAGE_NAME in self.parts:
+            raise error
+        return rename(self, target)
+
+    for name in (JOURNAL_NAME, "only-new.txt", FILE_NAME):
+        stage = prepare(out, inputs=[base], overwrite=True, restart=False)
+        with open_stage(stage):
+            kept = fill(stage.folder, base, "new")
+            with monkeypatch.context() as patch:
+                patch.setattr(Path, "rename", failing)
+                with pytest.raises((OutputError, KeyboardInterrupt)):
+                    publish(stage, overwrite=True)
+            assert published(out) == expected("old")
+            assert kept == ([] if dropped or name == JOURNAL_NAME else list(SHARDS))
+            if dropped:
+                discard(stage)
+                assert tree(out) == {**expected("old"), f"{volume.STAGE_NAME}.lock": stage.lock.read_bytes()}
+
+
+def test_a_torn_publication_without_its_stage_is_refused(tmp_path: Path, base: Path) -> None:
+    out = interrupted(tmp_path / "volume", base)
+    shutil.rmtree(out / volume.STAGE_NAME)
+    before = tree(out)
+    for overwrite in (False, True):
+        with pytest.raises(OutputError, match=r"fuselora\.partial is gone"):
+            prepare(out, inputs=[base], overwrite=overwrite, restart=False)
+    assert tree(out) == before
+
+
+def test_discarding_a_torn_publication_brings_the_old_output_back(tmp_path: Path, base: Path) -> None:
+    out = interrupted(tmp_path / "volume", base)
+    stage = prepare(out, inputs=[base], overwrite=True, restart=False)
+    discard(stage)
+    assert published(out) == expected("old")
+    assert not stage.folder.exists()
+
+
+def test_what_was_replaced_and_cannot_be_removed_is_said(
+    out: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_fused(out, "old")
+    unlink = Path.unlink
+
+    def failing(self: Path, missing_ok: bool = False) -> None:
+        if volume.FORMER_NAME in self.parts:
+            raise OSError(errno.EPERM, "Operation not permitted", str(self))
+        unlink(self, missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", failing)
+        with pytest.raises(OutputError, match="is complete") as caught:
+            run(out, base, "new", overwrite=True)
+    assert caught.value.facts["published"] is True
+    assert volume.FORMER_NAME in (caught.value.hint or "")
+    assert state(out) == "whole"
+    assert published(out) == expected("new")
+    run(out, base, "newer", overwrite=True)
+    assert tree(out) == expected("newer")
 
 
 # a mount point for real, where the system lets us make one

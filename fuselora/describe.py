@@ -1,0 +1,410 @@
+"""What a file or folder is, for ``fuselora inspect``. Headers and small reads only; no torch."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from fuselora.checkpoint import NATIVE_EXPERTS, PIPELINE_COMPONENTS, SHARD_NUMBER, open_checkpoint
+from fuselora.description import (
+    CheckpointDescription,
+    ComponentDescription,
+    Description,
+    Fused,
+    FusedDescription,
+    LoraDescription,
+    Scale,
+    Target,
+)
+from fuselora.errors import CheckpointError, Fault, InputError
+from fuselora.families import FAMILIES
+from fuselora.header import read_header
+from fuselora.integrity import check
+from fuselora.lora.adapter import open_adapter
+from fuselora.lora.grammar import LEAVES, UNFUSED, parse_key, spellings, unfused_kind
+from fuselora.lora.scale import BadAlpha, config_of_metadata, resolve_alpha
+from fuselora.marker import FILE_NAME, FINGERPRINT_KEY, read_marker
+from fuselora.match import plain_name
+from fuselora.record import DTYPE_NAMES
+from fuselora.resolve import resolve_base, resolve_lora
+from fuselora.selection import ADAPTER_CONFIG, ADAPTER_WEIGHTS, variants
+from fuselora.specs import LoraSpec
+from fuselora.targets import FIRST, expert_in_name, key_owners, named_component
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from fuselora.checkpoint import Checkpoint, Component
+    from fuselora.families import Family, Kin
+    from fuselora.header import Header, TensorInfo
+    from fuselora.lora.adapter import Adapter, Module
+    from fuselora.lora.scale import Alpha
+    from fuselora.marker import LoraRecord, Marker
+
+__all__ = [
+    "CheckpointDescription",
+    "Description",
+    "FusedDescription",
+    "LoraDescription",
+    "describe",
+    "is_lora",
+]
+
+# The last row fits any base tensor as well, so it says nothing about a file.
+FULL_WEIGHT = UNFUSED[-1][0]
+UNFUSED_ENDING = re.compile(f"(?:{'|'.join(suffix for _, suffix in UNFUSED)})$")
+BLOCK_NUMBER = re.compile(r"(?<![^._])[0-9]+(?=[._])")
+COMPONENT_FOLDERS = (*PIPELINE_COMPONENTS, *NATIVE_EXPERTS.values())
+
+
+def describe(path: Path) -> Description:
+    """What ``path`` is: a LoRA, a checkpoint, or a fused folder.
+
+    Raises ``InputError`` (``FormatError``, ``CheckpointError``, ``MarkerError``) that says what it looks
+    like when it is none of these.
+    """
+    try:
+        if path.is_dir():
+            return _folder(path)
+        if path.is_file():
+            return _file(path)
+        text = "is neither a file nor a folder" if path.exists() else "no such file or folder"
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}", path=str(path)) from error
+    raise InputError(f"{path}: {text}", path=str(path))
+
+
+def is_lora(header: Header) -> bool:
+    """Whether most keys of a file are a LoRA's. Full weights and alphas alone do not make it one."""
+    n_keys = n_deltas = 0
+    for tensor in header.tensors:
+        parsed = parse_key(tensor.name)
+        delta = parsed.part != "alpha" if parsed else unfused_kind(tensor.name) not in (None, FULL_WEIGHT)
+        n_deltas += delta
+        n_keys += delta or parsed is not None
+    return n_deltas > 0 and 2 * n_keys > len(header.tensors)
+
+
+# What a path is ------------------------------------------------------------------------------------
+
+
+def _file(path: Path) -> Description:
+    if path.suffix == ".json":
+        hint = f"Name the folder that it lies in: {path.parent}"
+        raise InputError(
+            f"{path}: is a JSON file, neither a LoRA nor a checkpoint", hint=hint, path=str(path)
+        )
+    return _lora(path) if is_lora(read_header(path)) else _checkpoint(path)
+
+
+def _folder(path: Path) -> Description:
+    marker = read_marker(path)
+    if marker is not None:
+        return FusedDescription(path, marker, check(path))
+    if _is_adapter(path):
+        return _lora(path)
+    try:
+        return _checkpoint(path)
+    except CheckpointError as error:
+        _refuse_several_loras(path, error)
+        raise
+
+
+def _is_adapter(folder: Path) -> bool:
+    """Whether a folder holds one LoRA and no model."""
+    names = {entry.name for entry in folder.iterdir()}
+    if not names.isdisjoint(COMPONENT_FOLDERS):
+        return False
+    if not names.isdisjoint((ADAPTER_CONFIG, *ADAPTER_WEIGHTS)):
+        return True
+    weights = [name for name in names if name.endswith(".safetensors")]
+    return len(weights) == 1 and is_lora(read_header(folder / weights[0]))
+
+
+def _refuse_several_loras(folder: Path, cause: CheckpointError) -> None:
+    """A folder that is no checkpoint because it holds LoRAs, one for each expert perhaps."""
+    weights = sorted(path for path in folder.iterdir() if path.name.endswith(".safetensors"))
+    if weights and all(is_lora(read_header(path)) for path in weights):
+        listed = ", ".join(path.name for path in weights[:6])
+        text = f"{folder}: holds {len(weights)} LoRA files: {listed}"
+        raise InputError(text, hint="Name the files one by one.", path=str(folder)) from cause
+
+
+# LoRAs ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """A LoRA's module names as a family reads them: prefix off, dots in place."""
+
+    family: Family | None
+
+    def plain(self, module: str) -> str:
+        reading = spellings(module)[-1]
+        dotted = self.family.renames.dotted(reading.name) if reading.flat and self.family else None
+        return dotted or reading.name
+
+    def deltas(self, adapter: Adapter) -> dict[str, tuple[int, ...]]:
+        """The base tensors that the LoRA speaks of and the shape of each delta, () where it has none."""
+        found: dict[str, tuple[int, ...]] = {}
+        for module in adapter.modules:
+            name = self.plain(module.name)
+            for part, tensor in module.parts.items():
+                shape = tensor.shape if part.startswith("diff") else _pair_shape(module)
+                found |= {name + leaf: shape for leaf in LEAVES[part]}
+        for key in _unread(adapter):
+            found.setdefault(self.plain(UNFUSED_ENDING.sub("", key)) + ".weight", ())
+        return found
+
+
+def _lora(path: Path) -> LoraDescription:
+    adapter = open_adapter(resolve_lora(LoraSpec(str(path))))
+    header, location = adapter.header, adapter.location
+    names = _names(adapter)
+    scales, alpha_faults = _scales(adapter)
+    parsed = [key for tensor in header.tensors if (key := parse_key(tensor.name))]
+    unfused = Counter(kind for key in _unread(adapter) if (kind := unfused_kind(key)))
+    said = (expert_in_name(name) for name in (adapter.name, _real(path).name))
+    return LoraDescription(
+        path=path,
+        file=adapter.name,
+        config=location.config.name if location.config else None,
+        target=_target(adapter, names),
+        dialects=Counter(module.dialect for module in adapter.modules),
+        adapter_names=tuple(sorted({key.name for key in parsed if key.name})),
+        prefixes=Counter(_prefix(module) for module in adapter.modules),
+        flattened=any(spellings(module.name)[-1].flat for module in adapter.modules),
+        kinds=_kinds(adapter),
+        places=Counter(_place(module, names) for module in adapter.modules),
+        ranks=Counter(module.rank for module in _pairs(adapter)),
+        scales=scales,
+        dtypes=_dtypes(header.tensors),
+        n_tensors=len(header.tensors),
+        n_bytes=header.n_bytes,
+        named_experts=tuple(sorted({name for name in said if name})),
+        named_components=tuple(sorted(key_owners(adapter))),
+        metadata=header.metadata,
+        unfused=unfused,
+        faults=(*adapter.faults, *alpha_faults),
+    )
+
+
+def _names(adapter: Adapter) -> _Names:
+    """Names as the family reads them that has at least one of them."""
+    for names in map(_Names, FAMILIES):
+        if names.family and names.family.recognises(names.deltas(adapter)):
+            return names
+    return _Names(None)
+
+
+def _target(adapter: Adapter, names: _Names) -> Target:
+    family = names.family
+    if family is None:
+        return Target()
+    deltas = names.deltas(adapter)
+    native = family.native_shapes(deltas)
+    kin = family.kin_of_deltas(native)
+    models = partial(_models, n_experts=2 if "transformer_2" in key_owners(adapter) else 1)
+    others = {rule.reason: models(family.kin_but_for(rule, native)) for rule in family.skips}
+    sizes = {measure.name: tuple(sorted(measure.of(native))) for measure in family.measures}
+    n_blocks = {one.blocks for one in kin}
+    return Target(
+        family=family.name,
+        layout=family.layout_of(deltas),
+        models=models(kin),
+        also={reason: found for reason, found in others.items() if found},
+        sizes={name: found for name, found in sizes.items() if found},
+        branches={branch.name: branch.is_in(native) for branch in family.branches},
+        blocks=tuple(sorted(family.block_numbers(native))),
+        n_blocks=n_blocks.pop() if len(n_blocks) == 1 else None,
+    )
+
+
+def _models(kin: Iterable[Kin], n_experts: int) -> tuple[str, ...]:
+    return tuple(model for one in kin for model in one.named(n_experts))
+
+
+def _unread(adapter: Adapter) -> Iterator[str]:
+    """Keys of kinds that are not fused yet, and keys that nobody knows."""
+    return (tensor.name for tensor in adapter.header.tensors if parse_key(tensor.name) is None)
+
+
+def _pairs(adapter: Adapter) -> Iterator[Module]:
+    """Pairs that have a rank; the others are among the faults."""
+    return (module for module in adapter.modules if _pair_shape(module) and module.rank > 0)
+
+
+def _pair_shape(module: Module) -> tuple[int, ...]:
+    """(out, in, ...) of a pair's product; () if it is none."""
+    if not module.is_pair:
+        return ()
+    down, up = module.parts["down"].shape, module.parts["up"].shape
+    return (up[0], *down[1:]) if len(down) > 1 and len(up) > 1 else ()
+
+
+def _kinds(adapter: Adapter) -> dict[str, int]:
+    """How many modules have what; one with a pair and a bias difference counts twice."""
+    modules = adapter.modules
+    halves = sum(("down" in m.parts) != ("up" in m.parts) for m in modules)
+    return {
+        "pairs": sum(m.is_pair for m in modules),
+        "diff": sum("diff" in m.parts for m in modules),
+        "diff_b": sum("diff_b" in m.parts for m in modules),
+        "diff_m": sum("diff_m" in m.parts for m in modules),
+        "alpha": sum("alpha" in m.parts for m in modules),
+        "orphan_alpha": sum("alpha" in m.parts and not m.is_pair for m in modules),
+        "half_pairs": halves,
+    }
+
+
+def _place(module: Module, names: _Names) -> str:
+    """A diff_m's module is the whole block, so its place is named after the tensor."""
+    leaf = LEAVES["diff_m"][0] if set(module.parts) == {"diff_m"} else ""
+    return BLOCK_NUMBER.sub("*", names.plain(module.name) + leaf, count=1)
+
+
+def _prefix(module: Module) -> str:
+    return module.name.removesuffix(plain_name(module.name))
+
+
+def _scales(adapter: Adapter) -> tuple[tuple[Scale, ...], tuple[Fault, ...]]:
+    """Every pair's alpha by the order of sources, strength and ``--alpha`` aside; alike ones counted."""
+    groups: Counter[tuple[Alpha, int]] = Counter()
+    for module in _pairs(adapter):
+        if "alpha" in module.parts and module.alpha is None:
+            continue  # its fault says why
+        try:
+            groups[_alpha(adapter, module), module.rank] += 1
+        except BadAlpha as error:
+            text = f"the file's metadata: {error}"
+            return (), (Fault("alpha", text, path=adapter.name, key="__metadata__"),)
+    found = [
+        Scale(alpha.value, rank, alpha.ratio, alpha.source, count) for (alpha, rank), count in groups.items()
+    ]
+    return tuple(sorted(found, key=lambda scale: (scale.alpha, scale.rank, scale.source))), ()
+
+
+def _alpha(adapter: Adapter, module: Module) -> Alpha:
+    component = named_component(module.name) or FIRST
+    return resolve_alpha(
+        plain_name(module.name),
+        module.rank,
+        stored=module.alpha,
+        option=None,
+        config=adapter.config,
+        metadata=lambda: config_of_metadata(adapter.header.metadata, component),
+    )
+
+
+# Checkpoints ---------------------------------------------------------------------------------------
+
+
+def _checkpoint(path: Path) -> CheckpointDescription:
+    location = resolve_base(str(path))
+    variant = _only_variant(path) if path.is_dir() else None
+    checkpoint = open_checkpoint(
+        location.path, source=location.source, revision=location.revision, variant=variant
+    )
+    family, components = checkpoint.family, checkpoint.components
+    found = SHARD_NUMBER.search(path.name) if path.is_file() else None
+    return CheckpointDescription(
+        path=path,
+        source=location.source,
+        revision=location.revision,
+        container=checkpoint.container,
+        family=family.name if family else None,
+        layout=checkpoint.layout,
+        models=family.models_of(components[0].model_shapes(), len(components)) if family else (),
+        pipeline_class=checkpoint.pipeline_class,
+        variant=variant,
+        named_expert=expert_in_name(_real(path).name) if len(components) == 1 else None,
+        components=tuple(_component(component) for component in components),
+        shard=(int(found.group(1)), int(found.group(2))) if found else None,
+        fused=_fused(path, checkpoint),
+    )
+
+
+def _only_variant(root: Path) -> str | None:
+    """The one variant of a base without plain weights."""
+    folders = [root / name for name in COMPONENT_FOLDERS if (root / name).is_dir()] or [root]
+    names = [path.name for folder in folders for path in folder.iterdir()]
+    weights = [name for name in names if name.endswith(".safetensors")]
+    found = variants(weights)
+    return found[0] if len(found) == 1 and all(f".{found[0]}" in name for name in weights) else None
+
+
+def _component(component: Component) -> ComponentDescription:
+    tensors = component.tensors()
+    class_name = component.config.get("_class_name")
+    n_own = len(component.model_shapes())
+    return ComponentDescription(
+        name=component.name,
+        role=component.role,
+        folder=str(component.folder),
+        prefix=component.prefix,
+        n_tensors=len(tensors),
+        n_other=len(tensors) - n_own,
+        n_bytes=sum(shard.n_bytes for shard in component.shards),
+        dtypes=_dtypes(tensors.values()),
+        shards=tuple(shard.path.name for shard in component.shards),
+        index=component.index.name if component.index else None,
+        strays=component.strays,
+        config_class=class_name if isinstance(class_name, str) else None,
+        sample=next(iter(tensors), None),
+    )
+
+
+def _dtypes(tensors: Iterable[TensorInfo]) -> Mapping[str, int]:
+    """Bytes by dtype, the most first."""
+    totals: Counter[str] = Counter()
+    for tensor in tensors:
+        totals[DTYPE_NAMES.get(tensor.dtype, tensor.dtype)] += tensor.n_bytes
+    return dict(totals.most_common())
+
+
+def _fused(path: Path, checkpoint: Checkpoint) -> Fused | None:
+    """What shards carry, and the marker of the folder that they lie in or were written to."""
+    shards = (shard for component in checkpoint.components for shard in component.shards)
+    carried = {shard.metadata[FINGERPRINT_KEY] for shard in shards if FINGERPRINT_KEY in shard.metadata}
+    if checkpoint.marker is not None:
+        carried.add(checkpoint.marker.fingerprint)
+    if not carried:
+        return None
+    found = _marker_above(path, carried)
+    if found is None:
+        return Fused(tuple(sorted(carried)), None, ())
+    home, marker = found
+    return Fused(tuple(sorted(carried)), home / FILE_NAME, _loras_in(marker, home, path))
+
+
+def _marker_above(path: Path, fingerprints: set[str]) -> tuple[Path, Marker] | None:
+    """The folder and marker of one of these fusions: a shard lies in a component's folder, that in OUT."""
+    real = _real(path)
+    for folder in (real, *real.parents)[:3]:
+        try:
+            marker = read_marker(folder)
+        except InputError:
+            continue
+        if marker is not None and marker.fingerprint in fingerprints:
+            return folder, marker
+    return None
+
+
+def _loras_in(marker: Marker, home: Path, path: Path) -> tuple[LoraRecord, ...]:
+    """The LoRAs of the components that ``path`` is, or is a part of."""
+    inside = _real(path).relative_to(home).as_posix()
+    own = {
+        part.name
+        for part in marker.components.values()
+        if any(record.path == inside or record.path.startswith(f"{inside}/") for record in part.files)
+    }
+    return tuple(lora for lora in marker.loras if lora.component in own) or marker.loras
+
+
+def _real(path: Path) -> Path:
+    """Absolute, and without ``..``; a file that is a link stays where it lies."""
+    return path.parent.resolve() / path.name if path.name not in ("", "..") else path.resolve()

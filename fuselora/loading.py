@@ -1,0 +1,83 @@
+"""Whether diffusers loads every component of a fused folder, and finds all of its tensors there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from fuselora.errors import FormatError
+from fuselora.jsonfile import read_json
+from fuselora.recorded import Finding
+from fuselora.selection import variants
+
+if TYPE_CHECKING:
+    from fuselora.marker import ComponentRecord, Marker
+
+KEYS = {"missing_keys": "is missing", "unexpected_keys": "is not expected", "mismatched_keys": "does not fit"}
+
+
+def load_findings(out: Path, marker: Marker) -> Iterator[Finding]:
+    """Load each component on the CPU, one at a time, in its own dtype: that needs its size in memory."""
+    for record in marker.components.values():
+        folder = PurePosixPath(record.files[0].path).parent
+        where = str(folder / "config.json")
+        try:
+            name = read_json(out / where).get("_class_name")
+        except FormatError:
+            text = f"{record.name} cannot be loaded: it has no config.json that can be read"
+            yield Finding("load", where, None, text)
+            continue
+        model_class = _model_class(name)
+        if model_class is None:
+            text = f"{record.name} cannot be loaded: diffusers has no model class {name!r}"
+            yield Finding("load", where, None, text)
+        else:
+            yield from _loaded(out / folder, record, model_class)
+
+
+def _model_class(name: object) -> Any | None:  # noqa: ANN401 - diffusers has no types
+    import diffusers
+
+    found = getattr(diffusers, name, None) if isinstance(name, str) else None
+    return found if isinstance(found, type) and issubclass(found, diffusers.ModelMixin) else None
+
+
+def _loaded(folder: Path, record: ComponentRecord, model_class: Any) -> Iterator[Finding]:  # noqa: ANN401
+    import torch
+
+    variant = next(iter(variants(file.path for file in record.files)), None)
+    dtype = getattr(torch, record.dtype, torch.float32)
+    try:
+        with _quiet():
+            _, info = model_class.from_pretrained(
+                folder, torch_dtype=dtype, variant=variant, use_safetensors=True, local_files_only=True,
+                output_loading_info=True,
+            )  # fmt: skip
+    except Exception as error:  # diffusers promises no set of errors
+        text = f"diffusers does not load it: {type(error).__name__}: {error}"
+        yield Finding("load", record.name, None, text)
+        return
+    for kind, what in KEYS.items():
+        for key in info.get(kind) or ():
+            name = key if isinstance(key, str) else str(key[0])
+            yield Finding("load", record.name, name, f"{what}, says {model_class.__name__}")
+    for message in info.get("error_msgs") or ():
+        yield Finding("load", record.name, None, str(message))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without diffusers' own bars and warnings: what they say becomes findings."""
+    from diffusers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

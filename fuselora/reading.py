@@ -1,0 +1,33 @@
+"""What the system refuses while an input is read, said as ``ReadError``. Standard library only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fuselora.errors import ChangedError, ReadError
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Any ``OSError`` met inside becomes a ``ReadError`` about ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise ReadError(
+            f"{path}: cannot be read: {error.strerror or error}",
+            hint="Look to the disk or network that holds it.",
+            path=str(path),
+        ) from error
+
+
+def state(found: os.stat_result) -> tuple[int, int, int]:
+    """What changes when a file is edited or replaced: size, mtime_ns and inode."""
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def changed(path: Path) -> ChangedError:
+    """The error for an input that is not what it was when the run began."""
+    return ChangedError(f"{path}: was changed while it was read", hint="Start again.", path=str(path))

@@ -1,0 +1,269 @@
+"""An independent recomputation: is OUT the base plus the LoRAs, as its fused.json says?
+
+Strengths, scales, dtypes and targets come from the marker, only locations from the user. Nothing that
+plans or executes a merge is used: sums are done anew in float64 (``exact``), and scales are worked
+out from the LoRA files (``recorded``). Names are matched as a merge matches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+
+from fuselora.checkpoint import Checkpoint, Component, open_checkpoint
+from fuselora.compare import ComponentReport, compare_component, same_bytes
+from fuselora.digest import content_sha256, read_range
+from fuselora.errors import FormatError, MarkerError, UsageError
+from fuselora.integrity import CheckReport, check
+from fuselora.jsonfile import read_json
+from fuselora.marker import FILE_NAME, ComponentRecord, LoraRecord, Marker
+from fuselora.progress import Progress, Silent
+from fuselora.recorded import Delta, Finding, additions
+from fuselora.resolve import resolve_base, resolve_lora
+from fuselora.selection import variants
+from fuselora.specs import LoraSpec
+
+__all__ = ["ComponentReport", "Finding", "VerifyReport", "verify"]
+
+SHOWN_FINDINGS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What ``verify`` found.
+
+    ``components`` is empty unless the folder was recomputed; ``digests_checked`` counts the files whose
+    sha256 was taken and compared.
+    """
+
+    findings: tuple[Finding, ...]
+    components: tuple[ComponentReport, ...]
+    digests_checked: int
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+    def document(self) -> dict[str, object]:
+        """The report as JSON data."""
+        return {
+            "ok": self.ok,
+            "digests_checked": self.digests_checked,
+            "components": [_component_document(part) for part in self.components],
+            "findings": [
+                {"code": f.code, "file": f.file, "tensor": f.tensor, "message": f.message}
+                for f in self.findings
+            ],
+        }
+
+    def lines(self) -> Iterator[str]:
+        """The report in words."""
+        yield f"digests of {self.digests_checked} files compared with {FILE_NAME}"
+        for part in self.components:
+            yield (
+                f"{part.name}: {part.compared} tensors compared, {part.identical} identical to the base, "
+                f"{part.cast} cast, {part.fused} fused within the bound"
+            )
+            if part.elements:
+                yield (
+                    f"  {100 * part.share:.4f} % of fused elements equal the float64 sum rounded once; "
+                    f"largest error {part.max_ulps:.3g} units in the last place"
+                )
+        for finding in self.findings[:SHOWN_FINDINGS]:
+            where = f"{finding.file}: {finding.tensor}" if finding.tensor else finding.file
+            yield f"  {where}: {finding.message}"
+        if len(self.findings) > SHOWN_FINDINGS:
+            yield f"  ... and {len(self.findings) - SHOWN_FINDINGS} more"
+
+
+def verify(
+    out: Path,
+    *,
+    base: str | Path | None = None,
+    loras: Sequence[str | Path] = (),
+    load: bool = False,
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Compare a fused folder with its own digests, and with ``base`` and ``loras`` recompute it.
+
+    LoRA files are recognised by content, in any order and by any name. What does not hold is a
+    finding; ``InputError`` is raised for an input that cannot be read, ``UsageError`` for LoRAs
+    without a base. ``load`` has diffusers load every component as well.
+    """
+    if loras and base is None:
+        raise UsageError("LoRA files were given and no base", hint="Give the base too: --base BASE.")
+    out, progress = Path(out), progress or Silent()
+    checked = _checked(out, progress)
+    findings = [
+        Finding(f.code, f.path, None, f.message)
+        for f in checked.findings
+        if base is None or f.code != "no-digests"
+    ]
+    components: list[ComponentReport] = []
+    if checked.marker is not None and base is not None:
+        variant = next(iter(variants(file.path for file in checked.marker.weight_files)), None)
+        at = resolve_base(str(base), revision=revision, variant=variant)
+        checkpoint = open_checkpoint(at.path, source=at.source, revision=at.revision, variant=variant)
+        components, found = _recomputed(out, checked.marker, checkpoint, loras, progress)
+        findings += found
+    if checked.marker is not None and load:
+        from fuselora.loading import load_findings
+
+        findings += load_findings(out, checked.marker)
+    return VerifyReport(tuple(findings), tuple(components), _n_digests(checked))
+
+
+def _component_document(part: ComponentReport) -> dict[str, object]:
+    return {
+        "name": part.name,
+        "compared": part.compared,
+        "identical": part.identical,
+        "cast": part.cast,
+        "fused": part.fused,
+        "share_equal": part.share,
+        "max_ulps": part.max_ulps if part.max_ulps < float("inf") else None,
+    }
+
+
+def _checked(out: Path, progress: Progress) -> CheckReport:
+    n_bytes = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    with progress.phase("check digests", n_bytes) as advance:
+        checked = check(out, digest=True)
+        advance(n_bytes)
+    return checked
+
+
+def _n_digests(checked: CheckReport) -> int:
+    """Files whose digest was taken: those that no other check has found wrong before."""
+    wrong = {finding.path for finding in checked.findings if finding.code != "content"}
+    files = checked.marker.files if checked.marker else ()
+    return sum(file.sha256 is not None and file.path not in wrong for file in files)
+
+
+def _recomputed(
+    out: Path, marker: Marker, base: Checkpoint, loras: Sequence[str | Path], progress: Progress
+) -> tuple[list[ComponentReport], list[Finding]]:
+    if stack := list(_stack_findings(marker, base)):
+        return [], stack
+    entries = marker.loras[len(base.marker.loras) if base.marker else 0 :]
+    files = {content_sha256(path): path for path in map(_lora_path, loras)}
+    findings = [*_lora_findings(marker, entries, files), *_side_file_findings(out, marker, base)]
+    findings += _component_findings(marker, base)
+    reports = []
+    for record in marker.components.values():
+        component = base.component(record.name)
+        mine = [entry for entry in entries if entry.component == record.name]
+        if component is None or any(entry.content_sha256 not in files for entry in mine):
+            continue
+        deltas, found = _deltas(mine, files, component, base)
+        findings += found
+        if deltas is not None:
+            kept = partial(_keeps_float32, base)
+            report, found = compare_component(out, record, component, kept, deltas, progress)
+            findings += found
+            reports += [report] if report else []
+    return reports, findings
+
+
+def _keeps_float32(base: Checkpoint, name: str) -> bool:
+    return base.family is not None and base.family.keeps_float32(name, base.layout)
+
+
+def _lora_path(lora: str | Path) -> Path:
+    return resolve_lora(LoraSpec(str(lora))).path
+
+
+def _stack_findings(marker: Marker, base: Checkpoint) -> Iterator[Finding]:
+    """After --stack the base is the fused folder that was added to, and its LoRAs come first."""
+    held = base.marker.fingerprint if base.marker else None
+    earlier = base.marker.loras if base.marker else ()
+    if held != marker.stacked_on:
+        wanted = f"the fused folder {marker.stacked_on}" if marker.stacked_on else "a base that is not fused"
+        text = f"is not the base that {FILE_NAME} names, which is {wanted}"
+        yield Finding("another-base", base.source, None, text)
+    elif [entry.raw for entry in earlier] != [entry.raw for entry in marker.loras[: len(earlier)]]:
+        yield Finding("loras", FILE_NAME, None, "does not begin with the LoRAs that the base holds")
+
+
+def _lora_findings(
+    marker: Marker, entries: Sequence[LoraRecord], files: Mapping[str, Path]
+) -> Iterator[Finding]:
+    listed = {entry.content_sha256 for entry in marker.loras}
+    for content, path in files.items():
+        if content not in listed:
+            yield Finding("lora-unlisted", str(path), None, f"{FILE_NAME} lists no LoRA with this content")
+    for entry in entries:
+        if entry.content_sha256 not in files:
+            text = f"{FILE_NAME} lists it on {entry.component}, and it was not given"
+            yield Finding("lora-absent", entry.name, None, text)
+        if entry.component not in marker.components:
+            text = f"lists {entry.name} on {entry.component}, which is no component"
+            yield Finding("loras", FILE_NAME, None, text)
+
+
+def _component_findings(marker: Marker, base: Checkpoint) -> Iterator[Finding]:
+    names = {component.name for component in base.components}
+    for name in sorted(names ^ marker.components.keys()):
+        lacking = base.source if name not in names else FILE_NAME
+        yield Finding("another-base", lacking, None, f"there is no component {name}")
+
+
+def _deltas(
+    entries: Sequence[LoraRecord], files: Mapping[str, Path], component: Component, base: Checkpoint
+) -> tuple[dict[str, list[Delta]] | None, list[Finding]]:
+    """A component's deltas by base tensor, in the marker's order; None if a LoRA or entry is unusable."""
+    deltas: dict[str, list[Delta]] = {}
+    findings: list[Finding] = []
+    usable = True
+    for entry in entries:
+        try:
+            added = additions(entry, files[entry.content_sha256], component, base)
+        except MarkerError as error:
+            findings.append(Finding("marker", FILE_NAME, None, error.message))
+            usable = False
+            continue
+        findings += added.findings
+        usable = usable and added.deltas is not None
+        for base_key, delta in added.deltas or ():
+            deltas.setdefault(base_key, []).append(delta)
+    return deltas if usable else None, findings
+
+
+def _side_file_findings(out: Path, marker: Marker, base: Checkpoint) -> Iterator[Finding]:
+    """Side files are the base's, byte for byte, but for indexes and the dtype in a config."""
+    indexes = {record.index for record in marker.components.values()}
+    configs = {str(_folder(part) / "config.json"): part.dtype for part in marker.components.values()}
+    for record in marker.side_files:
+        ours, theirs = out / record.path, base.root / record.path
+        if record.path in indexes or not ours.is_file():
+            continue
+        if not theirs.is_file():
+            yield Finding("side-file", record.path, None, "the base has no such file")
+        elif not _same_files(ours, theirs) and not _same_config(ours, theirs, configs.get(record.path)):
+            yield Finding("side-file", record.path, None, "is not the base's file")
+
+
+def _folder(record: ComponentRecord) -> PurePosixPath:
+    return PurePosixPath(record.files[0].path).parent
+
+
+def _same_files(ours: Path, theirs: Path) -> bool:
+    n_bytes = ours.stat().st_size
+    with ours.open("rb") as first, theirs.open("rb") as second:
+        return theirs.stat().st_size == n_bytes and same_bytes(
+            read_range(first, 0, n_bytes), read_range(second, 0, n_bytes)
+        )
+
+
+def _same_config(ours: Path, theirs: Path, dtype: str | None) -> bool:
+    """Alike but for the dtype they name, where OUT's is ``dtype``, which the component's tensors have."""
+    if dtype is None:
+        return False
+    try:
+        found, wanted = read_json(ours), read_json(theirs)
+    except FormatError:
+        return False
+    return found == wanted | {key: dtype for key in ("torch_dtype", "dtype") if key in wanted}

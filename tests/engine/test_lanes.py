@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from fuselora.engine.lanes import Flow, Stopped, lanes
+from tests.engine.watch import watched
+
+_watched = pytest.fixture(autouse=True)(watched)
+
+
+def raises(error: BaseException) -> Callable[[], None]:
+    def job() -> None:
+        raise error
+
+    return job
+
+
+def test_each_lane_does_its_jobs_in_order_on_a_thread_of_its_own() -> None:
+    done: dict[str, list[int]] = {"a": [], "b": []}
+    threads: dict[str, set[str]] = {"a": set(), "b": set()}
+
+    def job(name: str, number: int) -> Callable[[], None]:
+        def run() -> None:
+            done[name].append(number)
+            threads[name].add(threading.current_thread().name)
+
+        return run
+
+    with lanes(Flow(), ("a", "b"), depth=3) as (a, b):
+        for number in range(50):
+            a.put(job("a", number))
+            b.put(job("b", number))
+    assert done == {"a": list(range(50)), "b": list(range(50))}
+    assert threads == {"a": {"a"}, "b": {"b"}}
+
+
+def test_a_full_lane_makes_the_giver_wait() -> None:
+    gate, started = threading.Event(), threading.Event()
+
+    def first() -> None:
+        started.set()
+        gate.wait(30)
+
+    queued = 0
+    with lanes(Flow(), ("a",), depth=2) as (a,):
+        a.put(first)
+        assert started.wait(30)
+        for _ in range(2):
+            a.put(lambda: None)
+        threading.Timer(0.2, gate.set).start()
+        assert not gate.is_set()
+        a.put(lambda: None)
+        queued = int(gate.is_set())
+    assert queued == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), SystemExit(3), MemoryError()])
+def test_the_error_of_a_lane_is_raised_and_stops_the_others(error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught, lanes(Flow(), ("a", "b"), depth=1) as (a, b):
+        a.put(raises(error))
+        for _ in range(10_000):
+            b.put(lambda: None)
+            threading.Event().wait(0.001)
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt()])
+def test_the_error_of_the_body_is_raised_and_stops_the_lanes(error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught, lanes(Flow(), ("a",), depth=4) as (a,):
+        a.put(lambda: None)
+        raise error
+    assert caught.value is error
+
+
+def test_the_first_of_several_errors_counts() -> None:
+    first = ValueError("first")
+    with pytest.raises(ValueError, match="first") as caught, lanes(Flow(), ("a", "b"), depth=1) as (a, b):
+        a.put(raises(first))
+        a.join()
+        b.put(raises(ValueError("second")))
+    assert caught.value is first
+
+
+def test_an_error_in_the_last_job_is_not_lost() -> None:
+    with pytest.raises(ValueError, match="last"), lanes(Flow(), ("a", "b"), depth=4) as (a, b):
+        b.put(lambda: None)
+        a.put(raises(ValueError("last")))
+
+
+def test_a_lane_that_waits_for_another_ends_when_that_one_fails() -> None:
+    """The reader waits for a hasher that has failed: nobody may wait for good."""
+    with pytest.raises(ValueError, match="hash"), lanes(Flow(), ("read", "hash"), depth=1) as (read, hashing):
+
+        def fill() -> None:
+            hashing.put(raises(ValueError("hash")))
+            while True:
+                hashing.put(lambda: None)
+
+        read.put(fill)
+
+
+def test_stopped_never_hides_the_reason() -> None:
+    flow = Flow()
+    flow.fail(Stopped())
+    assert flow.error is None
+    flow.fail(ValueError("reason"))
+    flow.fail(ValueError("later"))
+    assert str(flow.error) == "reason"
+    with pytest.raises(Stopped):
+        flow.check()

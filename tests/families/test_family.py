@@ -1,0 +1,189 @@
+"""What a family's data is asked, on a family of a few names."""
+
+from __future__ import annotations
+
+import pytest
+
+from fuselora.families import FAMILIES, Branch, Family, Kin, Layout, Measure, SkipRule
+from fuselora.families.family import Renames
+
+BLOCK = "layers.{n}"
+TOY = Family(
+    name="toy",
+    signature=("layers.{n}.q.weight", "layers.{n}.to_q.weight"),
+    renames=Renames((("layers.{n}.q", "layers.{n}.to_q"), ("a.{n}.b.{n}", "{n}.{n}.c"), ("in", "embed.in"))),
+    block="layers.{n}.",
+    keep_float32=frozenset({"embed"}),
+    experts={"transformer": "high_noise", "transformer_2": "low_noise"},
+    skips=(SkipRule("extra", ("layers.{n}.extra", "tail"), "in.weight", 1, (3, 7)),),
+    kin=(
+        Kin(("Toy-1", "Toy-1b"), ("Toy-2",), 2, {"in.weight": (8, -1), "tail.weight": ()}),
+        Kin((), ("Toy-3",), 1, {"in.weight": (8, 3)}),
+    ),
+    measures=(
+        Measure("width", ("in.weight", 0), {0: ("in.weight", "layers.{n}.q.weight"), 1: ("out.weight",)}),
+    ),
+    branches=(Branch("tail", ("tail", "layers.{n}.tail"), "tail.weight"),),
+)
+
+
+@pytest.mark.parametrize(
+    ("native", "diffusers"),
+    [
+        ("layers.0.q", "layers.0.to_q"),
+        ("layers.12.q.weight", "layers.12.to_q.weight"),
+        ("layers.3.q.bias", "layers.3.to_q.bias"),
+        ("a.1.b.20.weight", "1.20.c.weight"),
+        ("in", "embed.in"),
+    ],
+)
+def test_names_translate_both_ways(native: str, diffusers: str) -> None:
+    assert TOY.translate(native, "diffusers") == diffusers
+    assert TOY.translate(diffusers, "native") == native
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "x", "layers.0.qq", "xlayers.0.q", "layers.x.q", "layers.0.q.weight.x", "layers.0.q.scale", "input"],
+)
+@pytest.mark.parametrize("to", ["native", "diffusers"])
+def test_a_name_of_which_no_row_speaks_stays(name: str, to: Layout) -> None:
+    assert TOY.translate(name, to) == name
+
+
+@pytest.mark.parametrize(
+    ("names", "layout"),
+    [
+        ([], None),
+        (["x", "y.weight"], None),
+        (["layers.0.q.weight", "x"], "native"),
+        (["layers.0.to_q.weight", "layers.0.to_q.bias", "layers.1.q.weight"], "diffusers"),
+        (["layers.0.q.weight", "layers.0.to_q.weight"], None),
+    ],
+)
+def test_the_layout_is_that_of_most_names(names: list[str], layout: Layout | None) -> None:
+    assert TOY.layout_of(names) == layout
+
+
+def test_one_name_is_enough_to_recognise_a_family() -> None:
+    assert TOY.recognises(["x", "layers.7.to_q.weight"])
+    assert not TOY.recognises(["layers.7.to_q.bias", "xlayers.7.q.weight", "layers.7.q.weight.x"])
+    assert not TOY.recognises([])
+
+
+def test_float32_is_kept_by_whole_segments_of_the_diffusers_name() -> None:
+    assert TOY.keeps_float32("embed.in.weight", "diffusers")
+    assert TOY.keeps_float32("in.weight", "native")
+    assert not TOY.keeps_float32("in.weight", "diffusers")
+    assert not TOY.keeps_float32("embedder.weight", "diffusers")
+    assert TOY.keeps_float32("embed.weight", None)
+
+
+def test_models_are_told_by_blocks_and_shapes() -> None:
+    shapes = {"layers.0.q.weight": (8, 8), "layers.1.q.weight": (8, 8), "in.weight": (8, 5)}
+    assert TOY.models_of(shapes) == ("Toy-1", "Toy-1b", "Toy-2 (one expert)")
+    assert TOY.models_of(shapes, n_experts=2) == ("Toy-2",)
+    assert TOY.models_of({**shapes, "tail.weight": (8,)}) == ()
+    assert TOY.models_of({**shapes, "in.weight": (9, 5)}) == ()
+    assert TOY.models_of({**shapes, "in.weight": (8, 5, 1)}) == ()
+    assert TOY.models_of({**shapes, "layers.2.q.weight": (8, 8)}) == ()
+    one_block = {"layers.0.to_q.weight": (8, 8), "embed.in.weight": (8, 3)}
+    assert TOY.models_of(one_block) == ("Toy-3 (one expert)",)
+    assert TOY.models_of({}) == ()
+
+
+def test_a_skip_rule_covers_dotted_and_flattened_names() -> None:
+    (rule,) = TOY.skips
+    assert rule.covers("layers.10.extra")
+    assert rule.covers("tail")
+    assert not rule.covers("layers.10.extra.x")
+    assert not rule.covers("layers.ten.extra")
+    assert not rule.covers("layers_10_extra")
+    assert rule.covers_flat("layers_10_extra")
+    assert not rule.covers_flat("layers.10.extra")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "harmless"),
+    [
+        ({"in.weight": (8, 3)}, True),
+        ({"in.weight": (8, 7, 1, 1)}, True),
+        ({"in.weight": (8, 5)}, False),
+        ({"in.weight": (3,)}, False),
+        ({}, False),
+    ],
+)
+def test_a_skip_is_harmless_by_one_length(shapes: dict[str, tuple[int, ...]], harmless: bool) -> None:
+    assert TOY.skips[0].harmless(shapes) is harmless
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_every_family_s_rows_are_complete_and_differ(family: Family) -> None:
+    native, diffusers = zip(*family.renames.rows, strict=True)
+    assert len(set(native)) == len(native)
+    assert len(set(diffusers)) == len(diffusers)
+    for left, right in family.renames.rows:
+        assert left.count("{n}") == right.count("{n}")
+        assert left != right
+    assert family.kin
+    assert all(rule.witness and rule.reason and rule.modules for rule in family.skips)
+
+
+@pytest.mark.parametrize(
+    ("flat", "dotted"),
+    [
+        ("layers_4_q", "layers.4.q"),
+        ("layers_4_to_q", "layers.4.to_q"),
+        ("embed_in", "embed.in"),
+        ("a_1_b_20", "a.1.b.20"),
+        ("layers_4_x", None),
+        ("layers.4.q", None),
+    ],
+)
+def test_a_flattened_name_is_read_by_the_rows_alone(flat: str, dotted: str | None) -> None:
+    assert TOY.renames.dotted(flat) == dotted
+
+
+def test_a_measure_sees_every_axis_that_shows_it() -> None:
+    (width,) = TOY.measures
+    assert width.of({"layers.3.q.weight": (8, 2), "out.weight": (5, 9), "x": (7,)}) == {8, 9}
+    assert width.of({"layers.3.q.weight": (), "out.weight": (5,)}) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("deltas", "fit"),
+    [
+        ({}, [0, 1]),
+        ({"layers.0.q.weight": (8, 8)}, [0, 1]),
+        ({"layers.0.q.weight": (9, 8)}, []),
+        ({"layers.0.q.weight": (8, 8), "out.weight": (3, 9)}, []),
+        ({"layers.1.q.weight": (8, 8)}, [0]),
+        ({"layers.2.q.weight": (8, 8)}, []),
+        ({"tail.weight": (8, 8)}, [1]),
+        ({"layers.0.tail.weight": ()}, [1]),
+        ({"unheard.of": (1,)}, [0, 1]),
+    ],
+)
+def test_deltas_fit_models_with_room_for_them(deltas: dict[str, tuple[int, ...]], fit: list[int]) -> None:
+    assert TOY.kin_of_deltas(deltas) == tuple(TOY.kin[n] for n in fit)
+
+
+def test_deltas_that_a_model_may_lack() -> None:
+    rule = SkipRule("tail", ("tail",), "in.weight", 0, (8,))
+    assert TOY.kin_but_for(rule, {"tail.weight": (8, 8)}) == (TOY.kin[0],)
+    assert TOY.kin_but_for(rule, {"tail.weight": (8, 8), "layers.1.tail.weight": ()}) == ()
+    assert TOY.kin_but_for(rule, {"layers.0.q.weight": (8, 8)}) == ()
+    elsewhere = SkipRule("tail", ("tail",), "in.weight", 0, (9,))
+    assert TOY.kin_but_for(elsewhere, {"tail.weight": (8, 8)}) == ()
+
+
+def test_blocks_are_numbered() -> None:
+    names = [
+        "layers.0.q",
+        "layers.12.q.weight",
+        "layers.12.k",
+        "layers.x.q",
+        "xlayers.3.q",
+        f"layers.{'9' * 99}.q",
+    ]
+    assert TOY.block_numbers(names) == {0, 12}

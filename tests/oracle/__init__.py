@@ -1,0 +1,1 @@
+"""Merge results against other people's code: diffusers' and PEFT's own arithmetic, names and loaders."""

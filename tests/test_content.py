@@ -1,0 +1,260 @@
+"""The pass over a LoRA's data: digests, values that are not finite, zeros, and the same content twice."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from fuselora.content import LoraContent, content_faults, is_zero_delta, read_content, zero_notices
+from fuselora.digest import READ_BYTES, content_sha256
+from fuselora.errors import ChangedError, Fault
+from fuselora.lora.adapter import open_adapter
+from fuselora.marker import decode
+from fuselora.match import Matching, match
+from fuselora.resolve import LoraLocation
+from fuselora.specs import parse_lora
+from fuselora.synth import Spec, write_safetensors
+from fuselora.targets import assign
+from tests.inputs import one_component, open_lora, pair, tensor, two_experts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from fuselora.checkpoint import Checkpoint
+    from fuselora.lora.adapter import Adapter
+
+Q, K = "blocks.0.attn1.to_q", "blocks.0.attn1.to_k"
+BASE = [tensor(f"{Q}.weight", 4, 4), tensor(f"{K}.weight", 4, 4)]
+
+
+def content(adapter: Adapter, *, digest: bool = True) -> LoraContent:
+    return read_content(adapter, digest=digest, advance=lambda done: None)
+
+
+def opened(folder: Path, *specs: Spec, name: str = "x.safetensors") -> Adapter:
+    return open_lora(folder / name, specs)
+
+
+# Digests
+
+
+def test_both_digests_in_one_pass(tmp_path: Path) -> None:
+    adapter = opened(tmp_path, *pair(Q, alpha=8))
+    found = content(adapter)
+    assert found.sha256 == hashlib.sha256(adapter.location.path.read_bytes()).hexdigest()
+    assert found.content_sha256 == content_sha256(adapter.location.path)
+    assert (found.nonfinite, found.zero) == ((), frozenset())
+
+
+def test_without_digests_the_content_s_is_still_taken(tmp_path: Path) -> None:
+    adapter = opened(tmp_path, *pair(Q))
+    found = content(adapter, digest=False)
+    assert found.sha256 is None
+    assert found == replace(content(adapter), sha256=None)
+
+
+def test_a_file_saved_again_has_the_same_content(tmp_path: Path) -> None:
+    first = opened(tmp_path, *pair(Q), *pair(K), name="a.safetensors")
+    second = open_lora(tmp_path / "b.safetensors", [*pair(K), *pair(Q)], metadata={"format": "pt"})
+    assert content(first).content_sha256 == content(second).content_sha256
+    assert content(first).sha256 != content(second).sha256
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        [*pair(Q), tensor(f"{Q}.alpha")],
+        pair(Q, value=2),
+        pair(Q, rank=4),
+        pair(Q, dtype="BF16"),
+        pair(K),
+        pair(Q, style=("lora_A", "lora_B")),
+    ],
+)
+def test_another_content(tmp_path: Path, other: Sequence[Spec]) -> None:
+    here, there = opened(tmp_path, *pair(Q), name="a"), opened(tmp_path, *other, name="b")
+    assert content(here).content_sha256 != content(there).content_sha256
+
+
+def test_progress_is_told_every_byte_of_the_data(tmp_path: Path) -> None:
+    adapter = opened(tmp_path, tensor("big.diff", READ_BYTES // 4 + 1), *pair(Q))
+    seen: list[int] = []
+    read_content(adapter, digest=True, advance=seen.append)
+    assert sum(seen) == adapter.header.n_bytes - adapter.header.data_start
+    assert max(seen) <= READ_BYTES
+    assert len(seen) == 2 + 2
+
+
+# Values
+
+
+@pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16", "F8_E5M2"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_tensors_that_are_not_finite_are_named(tmp_path: Path, dtype: str, value: float) -> None:
+    down, up = pair(Q, dtype=dtype)
+    adapter = opened(tmp_path, down, replace(up, mean=value), tensor(f"{K}.diff", 4, 4))
+    assert content(adapter).nonfinite == (up.name,)
+
+
+@pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64"])
+def test_tensors_that_are_zero_are_named(tmp_path: Path, dtype: str) -> None:
+    down, up = pair(Q, dtype=dtype)
+    adapter = opened(tmp_path, down, replace(up, mean=0.0))
+    assert content(adapter).zero == {up.name}
+
+
+def test_one_value_anywhere_is_seen(tmp_path: Path) -> None:
+    """At the start of the data, at its end, and across a boundary of blocks."""
+    n = READ_BYTES // 4 + 2
+    for at, value in ((0, 1.0), (n - 1, 1.0), (READ_BYTES // 4, math.nan)):
+        adapter = opened(tmp_path, tensor("x.diff", n, value=0.0), tensor("y.diff", n, value=0.0))
+        (first, _) = adapter.header.tensors
+        with adapter.location.path.open("r+b") as stream:
+            stream.seek(adapter.header.data_start + first.start + 4 * at)
+            stream.write(struct.pack("<f", value))
+        found = content(adapter)
+        assert found.zero == {"y.diff"}
+        assert found.nonfinite == (("x.diff",) if math.isnan(value) else ())
+
+
+# A file that changes
+
+
+def test_a_header_that_changed(tmp_path: Path) -> None:
+    adapter = opened(tmp_path, *pair(Q))
+    write_safetensors(adapter.location.path, pair(Q, rank=3))
+    with pytest.raises(ChangedError, match=r"x\.safetensors: was changed while it was read"):
+        content(adapter)
+
+
+def test_a_file_cut_short(tmp_path: Path) -> None:
+    adapter = opened(tmp_path, *pair(Q))
+    os.truncate(adapter.location.path, adapter.header.n_bytes - 1)
+    last = adapter.header.tensors[-1].name
+    with pytest.raises(ChangedError, match=rf"x\.safetensors: was cut short while {last}") as caught:
+        content(adapter)
+    assert caught.value.facts == {"path": str(adapter.location.path), "tensor": last}
+
+
+# Faults
+
+
+def faults(base: Checkpoint, folder: Path, files: Mapping[str, Sequence[Spec]], *texts: str) -> list[Fault]:
+    adapters = []
+    for text in texts:
+        for spec in parse_lora(text, exists=lambda _: False):
+            path = write_safetensors(folder / spec.source, files[spec.source])
+            adapters.append(open_adapter(LoraLocation(spec, path, path.name, None)))
+    matchings = [match(a, base.family, base.layout) for a in assign(adapters, base).assignments]
+    return list(content_faults(base, matchings, [content(adapter) for adapter in adapters]))
+
+
+FILES = {
+    "a.safetensors": pair(Q),
+    "same.safetensors": pair(Q),
+    "b.safetensors": pair(Q, value=2),
+    "nan.safetensors": [*pair(Q), tensor(f"{K}.diff", 4, 4, value=math.nan)],
+}
+
+
+def single(folder: Path) -> Checkpoint:
+    return one_component(folder / "base.safetensors", BASE)[0]
+
+
+def test_broken_factors_refuse_the_lora(tmp_path: Path) -> None:
+    (fault,) = faults(single(tmp_path), tmp_path, FILES, "nan.safetensors", "a.safetensors")
+    assert (fault.kind, fault.path, fault.key) == ("non_finite", "nan.safetensors", f"{K}.diff")
+    assert "NaN or infinity" in fault.message
+
+
+def test_broken_factors_on_both_experts_are_said_once(tmp_path: Path) -> None:
+    base = two_experts(tmp_path / "base", BASE)
+    found = faults(base, tmp_path, FILES, "all=nan.safetensors")
+    assert [fault.key for fault in found] == [f"{K}.diff"]
+
+
+def test_the_same_content_twice_on_one_component(tmp_path: Path) -> None:
+    (fault,) = faults(single(tmp_path), tmp_path, FILES, "a.safetensors", "same.safetensors:0.5")
+    assert (fault.kind, fault.path) == ("same_lora", "same.safetensors")
+    assert "same.safetensors and a.safetensors hold the same LoRA" in fault.message
+
+
+def test_different_contents_on_one_component(tmp_path: Path) -> None:
+    assert faults(single(tmp_path), tmp_path, FILES, "a.safetensors", "b.safetensors") == []
+
+
+def test_a_list_of_one_lora_and_its_copy(tmp_path: Path) -> None:
+    base = two_experts(tmp_path / "base", BASE)
+    (fault,) = faults(base, tmp_path, FILES, "a.safetensors,same.safetensors")
+    assert fault.kind == "same_lora"
+    assert fault.hint is not None and "--lora all=FILE" in fault.hint
+
+
+@pytest.mark.parametrize("texts", [("all=a.safetensors",), ("high=a.safetensors", "low=same.safetensors")])
+def test_one_lora_on_both_experts_when_it_is_said_so(tmp_path: Path, texts: tuple[str, ...]) -> None:
+    assert faults(two_experts(tmp_path / "base", BASE), tmp_path, FILES, *texts) == []
+
+
+def test_all_and_the_same_for_one_expert_is_twice(tmp_path: Path) -> None:
+    base = two_experts(tmp_path / "base", BASE)
+    (fault,) = faults(base, tmp_path, FILES, "all=a.safetensors", "low=same.safetensors")
+    assert fault.kind == "same_lora"
+
+
+def test_what_the_base_already_holds(tmp_path: Path) -> None:
+    """``--stack`` passes the header checks; the content decides."""
+    base = replace(two_experts(tmp_path / "base", BASE), marker=None)
+    held = content(opened(tmp_path, *pair(Q))).content_sha256
+    lora = {"name": "first.safetensors", "content_sha256": held, "component": "transformer", "strength": 1.0}
+    file = {"path": "transformer/diffusion_pytorch_model.safetensors", "bytes": 1, "fused": 1}
+    component = {"dtype": "float32", "index": None, "tensors": 2, "fused": 1, "files": [file]}
+    document = {
+        "schema": "fuselora.fused/1.0",
+        "lora_is_fused": True,
+        "fingerprint": f"sha256:{'1' * 64}",
+        "components": {"transformer": component},
+        "side_files": [],
+        "loras": [lora],
+    }
+    base = replace(base, marker=decode(json.dumps(document).encode()))
+    (fault,) = faults(base, tmp_path, FILES, "high=same.safetensors", "low=a.safetensors")
+    assert (fault.kind, fault.path) == ("already_fused", "same.safetensors")
+    assert "already fused into transformer of this base (as first.safetensors)" in fault.message
+    assert faults(base, tmp_path, FILES, "high=b.safetensors") == []
+
+
+# Zero deltas
+
+
+def zero_matching(folder: Path) -> tuple[Matching, LoraContent]:
+    down, up = pair(Q)
+    adapter = opened(folder, down, replace(up, mean=0.0), *pair(K), tensor(f"{K}.diff", 4, 4, value=0.0))
+    base = single(folder)
+    (assignment,) = assign([adapter], base).assignments
+    return match(assignment, base.family, base.layout), content(adapter)
+
+
+def test_a_delta_is_zero_if_any_of_its_tensors_is(tmp_path: Path) -> None:
+    matching, found = zero_matching(tmp_path)
+    assert {(hit.base_key, hit.kind): is_zero_delta(hit, found) for hit in matching.hits} == {
+        (f"{Q}.weight", "pair"): True,
+        (f"{K}.weight", "pair"): False,
+        (f"{K}.weight", "diff"): True,
+    }
+
+
+def test_zero_deltas_are_counted(tmp_path: Path) -> None:
+    matching, found = zero_matching(tmp_path)
+    (notice,) = zero_notices([matching], [found])
+    assert notice.code == "zero_delta"
+    assert notice.message == "x.safetensors: the delta is zero in 2 of 3 modules"
+    assert notice.facts == {"lora": "x.safetensors", "zero": 2, "of": 3}
+    assert zero_notices([matching], [replace(found, zero=frozenset())]) == ()

@@ -1,0 +1,74 @@
+"""Every published LoRA list on every layout of its base: no tensor is left without an account."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests import listings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "coverage.py"
+WAN21_ON_WAN22 = ("wan2.2-i2v-a14b.x2v-distill-1022.low.r64", "wan2.2-i2v-a14b")
+ROWS = [
+    (name, base, layout)
+    for name, entry in sorted(listings.index().items())
+    for base in (entry.base, *(b for n, b in [WAN21_ON_WAN22] if n == name))
+    for layout in ("native", "diffusers")
+]
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location("coverage_script", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.fixture(scope="module")
+def rows(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], Any]:
+    found = script.all_rows(tmp_path_factory.mktemp("coverage"))
+    return {(row.lora, row.base, row.layout): row for row in found}
+
+
+def test_every_list_is_on_both_layouts_of_its_bases(rows: dict[tuple[str, str, str], Any]) -> None:
+    assert sorted(rows) == sorted(ROWS)
+    assert len(listings.index()) >= 26
+    assert len({base for _, base, _ in ROWS}) == 5
+
+
+@pytest.mark.parametrize(("name", "base", "layout"), ROWS)
+def test_every_tensor_is_accounted_for(
+    rows: dict[tuple[str, str, str], Any], name: str, base: str, layout: str
+) -> None:
+    row, specs = rows[name, base, layout], listings.lora(name)
+    n_alpha = sum(spec.name.endswith(".alpha") for spec in specs)
+    n_skipped = 290 if (name, base) == WAN21_ON_WAN22 else 0
+    assert (row.tensors, row.unexplained, row.faults) == (len(specs), 0, 0)
+    assert (row.applied, row.alpha, row.skipped) == (len(specs) - n_alpha - n_skipped, n_alpha, n_skipped)
+
+
+def test_the_skipped_tensors_are_the_image_branch() -> None:
+    skipped = [s.name for s in listings.lora(WAN21_ON_WAN22[0]) if "_img" in s.name or "img_emb" in s.name]
+    assert len(skipped) == 290
+
+
+def test_the_table_as_json(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = script.Row("x", "b", "native", 3, 2, 1, 0, 0, 0)
+    monkeypatch.setattr(script, "all_rows", lambda folder: [row])
+    monkeypatch.setattr(sys, "argv", ["coverage.py", "--json"])
+    script.main()
+    assert '"unexplained": 0' in capsys.readouterr().out

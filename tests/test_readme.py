@@ -1,0 +1,36 @@
+"""The README's examples print what it says they print, and its tables are those of the code."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+from fuselora.specs import SHORT_NAMES
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def _script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("readme_script", ROOT / "scripts" / "readme.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_console_example_prints_what_the_readme_shows() -> None:
+    script = _script()
+    assert len(script.BLOCK.findall(README)) >= 4
+    assert script.settled(script.rewritten(README)) == script.settled(README)
+
+
+def test_the_comparison_sees_a_changed_word() -> None:
+    script = _script()
+    assert script.settled("fused and whole") != script.settled("fused and whale")
+
+
+def test_every_short_name_is_in_the_readme() -> None:
+    for short, repository in SHORT_NAMES.items():
+        assert f"| `{short}` | {repository} |" in README
