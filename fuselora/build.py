@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from fuselora.output.assets import SideFile
     from fuselora.output.staging import Stage
-    from fuselora.plan import FusePlan, OutputFile
+    from fuselora.planning import FusePlan, OutputFile
     from fuselora.progress import Progress
 
 Advance = Callable[[int], None]

@@ -248,10 +248,12 @@ def _weight_map(index: Path, document: Mapping[str, object]) -> dict[str, str]:
 
 def _shard(index: Path, name: str) -> Header:
     path = index.parent / name
+    there = False
     with suppress(OSError):  # a name too long to be one
-        if path.is_file():
-            return read_header(path)
-    _fault(index, f"names {name}, which is not in the folder", hint="Fetch the missing shard again.")
+        there = path.is_file()
+    if not there:
+        _fault(index, f"names {name}, which is not in the folder", hint="Fetch the missing shard again.")
+    return read_header(path)
 
 
 def _unindexed_shards(folder: Path, variant: str | None) -> tuple[Header, ...]:

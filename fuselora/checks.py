@@ -54,16 +54,14 @@ def check(checkpoint: Checkpoint, matchings: Sequence[Matching], request: Reques
 
 
 def is_zero(adapter: Adapter, module: Module) -> bool:
-    """Whether the module's delta is zero at any scale: its bytes are read up to the first that is not."""
+    """Whether all values but alpha are zero; bytes are read up to the first that is not."""
     with adapter.location.path.open("rb") as stream:
 
         def zero(tensor: TensorInfo) -> bool:
             start = adapter.header.data_start + tensor.start
             return all(b.count(0) == len(b) for b in read_range(stream, start, tensor.n_bytes))
 
-        pair = [module.parts[part] for part in ("up", "down") if part in module.parts]
-        rest = [tensor for part, tensor in module.parts.items() if part.startswith("diff")]
-        return (not pair or any(map(zero, pair))) and all(map(zero, rest))
+        return all(zero(tensor) for part, tensor in module.parts.items() if part != "alpha")
 
 
 def _fused_faults(checkpoint: Checkpoint, request: Request) -> Iterator[Fault]:

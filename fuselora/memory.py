@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fuselora.header import DTYPE_BITS
-from fuselora.plan import COPY_BYTES, Factor, Fuse, LowRank
+from fuselora.planning import COPY_BYTES, Factor, Fuse, LowRank
 
 if TYPE_CHECKING:
-    from fuselora.plan import FusePlan, OutputFile
+    from fuselora.planning import FusePlan, OutputFile
 
 RESIDENT_BYTES = 320 << 20  # Python, torch and its thread pools
 N_BUFFERS = 4  # read ahead, and as many written behind

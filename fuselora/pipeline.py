@@ -16,7 +16,7 @@ from fuselora.errors import Fault, Notice, Refused, UsageError
 from fuselora.lora.adapter import Adapter, open_adapter
 from fuselora.match import Matching, match
 from fuselora.output import staging
-from fuselora.plan import FusePlan, build_plan
+from fuselora.planning import FusePlan, build_plan
 from fuselora.progress import Progress, Silent
 from fuselora.resolve import resolve_base, resolve_lora
 from fuselora.specs import AlphaSpec, Assets, Dtype, Kernel, LoraSpec, Request, parse_alpha, parse_lora

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fuselora.content import LoraContent
     from fuselora.errors import Notice
     from fuselora.match import Hit, Matching
-    from fuselora.plan import ComponentPlan, FusePlan, OutputFile
+    from fuselora.planning import ComponentPlan, FusePlan, OutputFile
 
 DTYPE_NAMES: Mapping[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 COUNTED = {"pair": "pairs", "diff": "diff", "diff_b": "diff_b", "diff_m": "diff_m"}

@@ -24,6 +24,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from fuselora.description import SOURCES
 from fuselora.errors import FuseloraError, Notice, Refused
 from fuselora.summary import (
     error_document,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from fuselora.marker import CheckReport
     from fuselora.match import Matching
     from fuselora.pipeline import FuseReport
-    from fuselora.plan import FusePlan
+    from fuselora.planning import FusePlan
     from fuselora.verify import VerifyReport
 
 # Control characters, and those that turn the direction of the text around them.
@@ -135,8 +136,9 @@ class Reporter:
     def demo(self, demo: Demo) -> None:
         if self._json:
             return self._document({**report_document(demo.merged), "verified": demo.verified.ok})
-        if not self._quiet:
-            self.merged(demo.merged)
+        if self._quiet:
+            return self.verified(demo.merged.out, demo.verified)
+        self.merged(demo.merged)
         self.verified(demo.merged.out, demo.verified)
         self._line("The same by hand:")
         for command in demo.commands:
@@ -179,7 +181,7 @@ class Reporter:
             role = "" if entry["role"] == "single" else f" ({entry['role']})"
             before, after = entry["base_dtype"], entry["dtype"]
             table.add_row(
-                shown(entry["name"] + role),
+                Text(shown(entry["name"] + role)),
                 after if before == after else f"{before} -> {after}",
                 str(entry["tensors"]),
                 str(entry["fused"]),
@@ -204,7 +206,7 @@ class Reporter:
         )
         self._rows(
             f"  scale {group['scale']:g} = strength * alpha {group['alpha']:g} / rank {group['rank']} "
-            f"(alpha from {_SOURCES[group['source']]}): {group['modules']} modules"
+            f"(alpha from {SOURCES[group['source']]}): {group['modules']} modules"
             for group in scales
         )
         for group in skipped:
@@ -225,7 +227,7 @@ class Reporter:
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
         for name, value in rows:
-            table.add_row(f"  {one_line(name)}", one_line(value))
+            table.add_row(Text(f"  {one_line(name)}"), Text(one_line(value)))
         self._out.print(table)
 
     def _notices(self, notices: Sequence[Notice]) -> None:
@@ -269,15 +271,6 @@ class _PlainProgress:
                 f"{self._name}: {amount(self._done)} of {amount(self._n_bytes)}, "
                 f"{amount(rate)}/s, {left:.0f} s left"
             )
-
-
-_SOURCES = {
-    "tensor": "the file's tensors",
-    "option": "--alpha",
-    "adapter_config": "adapter_config.json",
-    "metadata": "the file's metadata",
-    "rank": "none stored: rank used",
-}
 
 
 def amount(n_bytes: float) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fuselora.checkpoint import Component
     from fuselora.errors import Fault, FuseloraError, Notice
     from fuselora.pipeline import FuseReport
-    from fuselora.plan import ComponentPlan, FusePlan
+    from fuselora.planning import ComponentPlan, FusePlan
 
 PENDING = ("finite values", "all-zero modules", "the same LoRA twice", "fingerprint")
 

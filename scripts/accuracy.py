@@ -1,9 +1,10 @@
 """How exact a merge is, held against float64: every mix of dtypes, one LoRA and several, whole merges.
 
 Weights are N(0, 0.02) and each delta is about a tenth of them. ``equal`` is the share of elements that
-are the float64 sum rounded once, ``worst`` the largest error in units in the last place of the output
-(large only next to zero), and ``two roundings`` the share when the delta is rounded to the base's dtype
-before it is added, as most other tools do.
+are the float64 sum rounded once. ``worst`` is the largest error in units in the last place of the output,
+which means little where W and the delta all but cancel; ``of sum`` is therefore what is left of the error
+beside the rounding, as a part of |W| + |up| @ |down|. ``two roundings`` is the share when the delta is
+rounded to the base's dtype before it is added, as most other tools do.
 
     python scripts/accuracy.py [--kernel reference] [--json]
 """
@@ -47,6 +48,7 @@ class Row:
     elements: int
     equal: float
     worst_ulps: float
+    worst_of_sum: float
     beyond: int
     two_roundings: float
 
@@ -104,6 +106,7 @@ def row(base: str, lora: str, n_loras: int, options: argparse.Namespace) -> Row:
         elements=found.size,
         equal=float((found == want).mean()),
         worst_ulps=float((error / step).max()),
+        worst_of_sum=float((np.maximum(error - step / 2, 0) / size).max()),
         beyond=int((error > step + ROOM * size).sum()),
         two_roundings=float((usual == want).mean()),
     )
@@ -134,12 +137,14 @@ def _merged(trial: Trial, folder: Path, kernel: str) -> torch.Tensor:
 
 
 def _print_table(rows: Sequence[Row]) -> None:
-    print(f"{'base':5} {'LoRA':5} {'LoRAs':>5} {'equal':>10} {'worst':>9} {'bound':>6} {'two roundings':>14}")
+    names = f"{'base':5} {'LoRA':5} {'LoRAs':>5} {'equal':>10} {'worst':>11} {'of sum':>8}"
+    print(f"{names} {'bound':>6} {'two roundings':>14}")
     for found in rows:
         bound = f"{found.beyond} out" if found.beyond else "held"
+        of_sum = f"2^{np.log2(found.worst_of_sum):.1f}" if found.worst_of_sum else "0"
         print(
-            f"{found.base:5} {found.lora:5} {found.loras:5} {found.equal:10.4%} {found.worst_ulps:9.3f} "
-            f"{bound:>6} {found.two_roundings:14.2%}"
+            f"{found.base:5} {found.lora:5} {found.loras:5} {found.equal:10.4%} {found.worst_ulps:11.3f} "
+            f"{of_sum:>8} {bound:>6} {found.two_roundings:14.2%}"
         )
     print(f"{rows[0].elements} elements each")
 

@@ -15,7 +15,7 @@ from fuselora.tensors import TORCH_DTYPES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from fuselora.plan import FusePlan
+    from fuselora.planning import FusePlan
 
 CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in TORCH_DTYPES.items()} | {
     torch.int64: "I64"

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import fuselora
 from fuselora.engine.kernel import FLOAT32, REFERENCE, Kernel
 from fuselora.errors import NumericError
-from fuselora.plan import Fuse, OutputFile
+from fuselora.planning import Fuse, OutputFile
 from tests.delta.reference import Values, exact, rounded, ulp
 from tests.small import lora, noise, pair, planned, write
 

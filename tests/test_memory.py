@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from fuselora.memory import N_BUFFERS, RESIDENT_BYTES, peak_memory
-from fuselora.plan import COPY_BYTES
+from fuselora.planning import COPY_BYTES
 from fuselora.synth import SIZES, write_file, write_lora
 from tests.small import planned
 

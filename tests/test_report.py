@@ -21,7 +21,7 @@ from fuselora.describe import describe
 from fuselora.errors import CheckpointError, Fault, FuseloraError, Notice, Refused
 from fuselora.marker import check
 from fuselora.pipeline import FuseReport, merge, plan
-from fuselora.plan import FusePlan
+from fuselora.planning import FusePlan
 from fuselora.report import PLAIN_LINE_SECONDS, SHOWN_ROWS, Reporter, amount, one_line, shown
 from fuselora.summary import where
 from fuselora.verify import VerifyReport, verify
@@ -234,7 +234,9 @@ def test_quiet_says_only_the_result(seen: Callable[..., Seen], run: Run, name: s
     for made in (loud, quiet):
         REPORTS[name](made.reporter, run)
     assert quiet.err.getvalue() == ""
-    assert quiet.out.getvalue() == loud.out.getvalue()
+    said = quiet.out.getvalue()
+    assert said and said in loud.out.getvalue()
+    assert name == "demo" or said == loud.out.getvalue()
 
 
 @pytest.mark.parametrize("name", REPORTS)

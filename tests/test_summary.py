@@ -27,7 +27,7 @@ from tests import listings
 from tests.inputs import matched, one_component, open_lora, pair, tensor
 
 if TYPE_CHECKING:
-    from fuselora.plan import FusePlan
+    from fuselora.planning import FusePlan
 
 SIZE = tiny("wan2.2-i2v-a14b", blocks=2)
 

@@ -13,7 +13,7 @@ from fuselora.delta.rounding import round_once
 from fuselora.delta.sums import add_full, add_full_exactly, add_low_rank, add_low_rank_exactly
 from fuselora.errors import NumericError
 from fuselora.header import DTYPE_BITS
-from fuselora.plan import UNIT_ROWS, Factor, Full, Fuse, LowRank
+from fuselora.planning import UNIT_ROWS, Factor, Full, Fuse, LowRank
 from fuselora.reading import changed, reading
 from fuselora.tensors import all_finite, view
 

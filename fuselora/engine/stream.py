@@ -19,11 +19,11 @@ from fuselora.engine.kernel import Kernel, LoadedStep, Lost
 from fuselora.engine.lanes import Flow, Lane, lanes
 from fuselora.errors import NumericError
 from fuselora.header import DTYPE_BITS
-from fuselora.plan import COPY_BYTES, Fuse
+from fuselora.planning import COPY_BYTES, Fuse
 from fuselora.reading import changed, reading, state
 
 if TYPE_CHECKING:
-    from fuselora.plan import OutputFile
+    from fuselora.planning import OutputFile
 
 # the answers of file systems that cannot preallocate
 NO_FALLOCATE = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
@@ -167,6 +167,7 @@ class _Run:
                 self._send(writer, hasher, piece, buffer)
                 continue
             if loaded is None or loaded.step is not piece.step:
+                loaded = None  # let go of the last factors before the next ones are read
                 loaded = self._kernel.load(piece.step)
             out = self._writes.take(self._flow)
             lost += loaded.fuse(buffer.bytes(piece.n_bytes), out.bytes(piece.out_bytes), *piece.rows)

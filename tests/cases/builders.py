@@ -8,21 +8,26 @@ Bases and LoRAs are written, and results read, with the safetensors library. A s
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
+from typer.main import get_command
 
 from fuselora.cli import app
 
 Tensors = Mapping[str, torch.Tensor]
+
+COMMAND = get_command(app)
 
 PLAIN = ("lora_down.weight", "lora_up.weight")
 PEFT = ("lora_A.weight", "lora_B.weight")
@@ -169,11 +174,20 @@ class Fused:
 
 
 def command(*arguments: str | Path) -> Run:
-    """``fuselora`` with these arguments. An exception that is not its own ends the test."""
-    result = CliRunner().invoke(app, [os.fspath(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return Run(result.exit_code, result.stdout, result.stderr)
+    """``fuselora`` with these arguments. An exception that leaves it ends the test."""
+    out, err = _Text(), _Text()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
+        COMMAND([os.fspath(argument) for argument in arguments])
+    assert isinstance(ended.value.code, int)
+    return Run(ended.value.code, *(stream.bytes.getvalue().decode("utf-8") for stream in (out, err)))
+
+
+class _Text(io.TextIOWrapper):
+    """A stream that takes what a terminal in UTF-8 would take."""
+
+    def __init__(self) -> None:
+        self.bytes = io.BytesIO()
+        super().__init__(self.bytes, encoding="utf-8", write_through=True)
 
 
 def merge(base: Path | str, loras: Sequence[Path | str], out: Path, *options: str) -> Run:

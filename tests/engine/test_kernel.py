@@ -9,7 +9,7 @@ import torch
 import fuselora
 from fuselora.engine.kernel import FLOAT32, REFERENCE, Kernel, Lost, choose, read_factor, read_rows
 from fuselora.errors import ChangedError, NumericError, ReadError
-from fuselora.plan import Factor, Full, Fuse, LowRank, chunk_grid
+from fuselora.planning import Factor, Full, Fuse, LowRank, chunk_grid
 from tests.delta.reference import exact
 from tests.small import CODES, lora, noise, pair, raw, write
 

@@ -19,7 +19,7 @@ from fuselora.engine import stream
 from fuselora.engine.kernel import FLOAT32
 from fuselora.engine.stream import READ_AHEAD, WRITE_BEHIND, WrittenFile, buffer_bytes, pieces, write_file
 from fuselora.errors import ChangedError, NumericError, OutputError, ReadError
-from fuselora.plan import Copy, Fuse, OutputFile
+from fuselora.planning import Copy, Fuse, OutputFile
 from tests.engine.watch import CountingPool, Limited, watched
 from tests.small import lora, noise, pair, planned, tree, write
 
@@ -32,7 +32,7 @@ _watched = pytest.fixture(autouse=True)(watched)
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many pieces for a small file, and a disk that need not turn."""
-    monkeypatch.setattr("fuselora.plan.CHUNK_ELEMENTS", 64 * 32)
+    monkeypatch.setattr("fuselora.planning.CHUNK_ELEMENTS", 64 * 32)
     monkeypatch.setattr("fuselora.engine.stream.COPY_BYTES", 1000)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 

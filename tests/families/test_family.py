@@ -52,6 +52,19 @@ def test_a_name_of_which_no_row_speaks_stays(name: str, to: Layout) -> None:
 
 
 @pytest.mark.parametrize(
+    ("flat", "dotted"),
+    [
+        ("layers_12_q", "layers.12.q"),
+        ("layers_0_to_q", "layers.0.to_q"),
+        ("a_1_b_20", "a.1.b.20"),
+        ("x_0_q", None),
+    ],
+)
+def test_flattened_names_are_read_by_the_rows(flat: str, dotted: str | None) -> None:
+    assert TOY.renames.dotted(flat) == dotted
+
+
+@pytest.mark.parametrize(
     ("names", "layout"),
     [
         ([], None),
@@ -115,6 +128,45 @@ def test_a_skip_rule_covers_dotted_and_flattened_names() -> None:
 )
 def test_a_skip_is_harmless_by_one_length(shapes: dict[str, tuple[int, ...]], harmless: bool) -> None:
     assert TOY.skips[0].harmless(shapes) is harmless
+
+
+# A LoRA's deltas
+
+
+def models(deltas: dict[str, tuple[int, ...]]) -> list[str]:
+    return [name for kin in TOY.kin_of_deltas(deltas) for name in (*kin.models, *kin.expert_of)]
+
+
+@pytest.mark.parametrize(
+    ("deltas", "fits"),
+    [
+        ({}, ["Toy-1", "Toy-1b", "Toy-2", "Toy-3"]),
+        ({"layers.0.q.weight": (8, 8)}, ["Toy-1", "Toy-1b", "Toy-2", "Toy-3"]),
+        ({"layers.0.q.weight": (9, 8)}, []),
+        ({"layers.0.q.weight": (8, 8), "in.weight": (9, 3)}, []),
+        ({"layers.1.q.weight": (8, 8)}, ["Toy-1", "Toy-1b", "Toy-2"]),
+        ({"layers.2.q.weight": (8, 8)}, []),
+        ({"tail.weight": (8,)}, ["Toy-3"]),
+        ({"layers.1.q.weight": (8, 8), "tail.bias": (8,)}, []),
+    ],
+)
+def test_models_with_room_for_all_deltas(deltas: dict[str, tuple[int, ...]], fits: list[str]) -> None:
+    assert models(deltas) == fits
+
+
+def test_models_with_room_for_all_but_a_skip() -> None:
+    (rule,) = TOY.skips
+    deltas = {"layers.0.q.weight": (8, 8), "tail.weight": (8,)}
+    assert models(deltas) == ["Toy-3"]
+    assert TOY.kin_but_for(rule, {"layers.0.q.weight": (8, 8)}) == ()
+    # Toy-1 has room for the rest, but the rule is for models of 3 or 7 channels
+    assert TOY.kin_but_for(rule, deltas) == ()
+
+
+def test_sizes_that_deltas_show() -> None:
+    (measure,) = TOY.measures
+    assert measure.of({"in.weight": (8, 3), "layers.4.q.weight": (9, 1), "x": (5,)}) == {8, 9}
+    assert measure.of({"layers.4.q.bias": (8,)}) == frozenset()
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

@@ -89,6 +89,28 @@ def test_other_models_are_not_wan(name: str) -> None:
     assert not WAN.recognises([name])
 
 
+@pytest.mark.parametrize("base", sorted(SIZES))
+def test_the_models_with_room_are_those_that_have_every_tensor(base: str) -> None:
+    deltas = shapes(base, "native")
+    others = [other for other in SIZES if deltas.items() <= shapes(other, "native").items()]
+    fitting = {name for other in others for name in MODELS[other][0]}
+    assert {name for kin in WAN.kin_of_deltas(deltas) for name in kin.named(1)} == fitting
+
+
+def test_a_wan21_image_lora_has_room_in_wan22_but_for_the_image_branch() -> None:
+    deltas = shapes("wan2.1-i2v-14b", "native")
+    found = WAN.kin_but_for(WAN.skips[0], deltas)
+    assert [name for kin in found for name in kin.expert_of] == ["Wan2.2-I2V-A14B"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_flattened_modules_are_read_by_the_rows(layout: Layout) -> None:
+    stems = {name.removesuffix(".weight").removesuffix(".bias") for name in names("wan2.1-i2v-14b", layout)}
+    renamed = {stem for stem in stems if WAN.renames.only_in(stem) == layout}
+    assert len(renamed) > 600
+    assert {WAN.renames.dotted(stem.replace(".", "_")) for stem in renamed} == renamed
+
+
 # Float32
 
 

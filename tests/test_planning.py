@@ -18,7 +18,7 @@ from fuselora import synth
 from fuselora.families.wan import WAN
 from fuselora.header import DTYPE_BITS, PAGE, TensorInfo, read_header
 from fuselora.marker import FINGERPRINT_KEY
-from fuselora.plan import (
+from fuselora.planning import (
     CHUNK_ELEMENTS,
     COMPONENT_KEY,
     PENDING,
@@ -36,7 +36,7 @@ from tests.small import FORMAT, lora, noise, pair, planned, tree, write
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from fuselora.plan import FusePlan
+    from fuselora.planning import FusePlan
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SIZE = synth.tiny("wan2.2-t2v-a14b", blocks=1)
