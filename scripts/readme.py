@@ -61,7 +61,9 @@ def _shown_commands(block: str) -> list[str]:
 
 def main() -> int:
     """0 if the README's examples are true."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     before = README.read_text()

@@ -13,9 +13,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fuselora.content import LoraContent, content_faults, is_zero_delta, read_content, zero_notices
+from fuselora.content import (
+    LoraContent,
+    check_unchanged,
+    content_faults,
+    is_zero_delta,
+    read_content,
+    zero_notices,
+)
 from fuselora.digest import READ_BYTES, content_sha256
-from fuselora.errors import ChangedError, Fault
+from fuselora.errors import ChangedError, Fault, ReadError
 from fuselora.lora.adapter import open_adapter
 from fuselora.marker import decode
 from fuselora.match import Matching, match
@@ -142,6 +149,19 @@ def test_a_file_cut_short(tmp_path: Path) -> None:
     with pytest.raises(ChangedError, match=rf"x\.safetensors: was cut short while {last}") as caught:
         content(adapter)
     assert caught.value.facts == {"path": str(adapter.location.path), "tensor": last}
+
+
+def test_a_file_that_changed_after_it_was_read(tmp_path: Path) -> None:
+    adapter = opened(tmp_path, *pair(Q))
+    found = content(adapter)
+    check_unchanged(adapter, found)
+    path = adapter.location.path
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+    with pytest.raises(ChangedError, match=r"x\.safetensors: was changed"):
+        check_unchanged(adapter, found)
+    path.unlink()
+    with pytest.raises(ReadError, match=r"x\.safetensors: cannot be read"):
+        check_unchanged(adapter, found)
 
 
 # Faults

@@ -164,4 +164,3 @@ def _scalar(raw: bytes, dtype: str) -> float:
     if dtype not in SCALAR_FORMATS:
         raise BadAlpha(f"alpha has the dtype {dtype}, which holds no number")
     return float(struct.unpack(SCALAR_FORMATS[dtype], raw)[0])
-
