@@ -14,10 +14,10 @@ demo: $(STAMP)  ## make a tiny Wan2.2 pair, merge it, verify it
 	$(BIN)/fuselora demo $(DEMO)
 
 test: $(STAMP)  ## all tests, the slow ones too
-	$(BIN)/pytest $(TESTS)
+	$(BIN)/pytest --numprocesses auto $(TESTS)
 
 test-fast: $(STAMP)  ## without the slow ones
-	$(BIN)/pytest -m "not slow" $(TESTS)
+	$(BIN)/pytest --numprocesses auto -m "not slow" $(TESTS)
 
 lint: $(STAMP)  ## what CI and pre-commit check
 	$(BIN)/ruff check .

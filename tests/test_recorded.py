@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fuselora import synth
+from fuselora.digest import content_sha256
 from fuselora.pipeline import merge
 from fuselora.verify import VerifyReport, verify
 from tests.fused_pair import HIGH, LOW, SIZE, Pair, codes, edit_json, edit_marker, found, write_pair
@@ -196,3 +197,12 @@ def test_a_lora_that_does_not_fit_the_base(pair: Pair, tmp_path: Path) -> None:
     report = verify(pair.plain, base=narrow, loras=pair.loras)
     assert "lora" in codes(report)
     assert report.components == ()
+
+
+def test_a_component_is_not_compared_with_a_lora_that_does_not_fit(pair: Pair, tmp_path: Path) -> None:
+    wide = synth.write_lora(tmp_path / "wide.safetensors", synth.tiny("wan2.1-t2v-1.3b"), style="lightning")
+    out = pair.copy(tmp_path / "out")
+    edit_marker(out, lambda marker: marker["loras"][1].update(content_sha256=content_sha256(wide)))
+    report = verify(out, base=pair.base, loras=[pair.high, wide])
+    assert codes(report) == {"lora"}
+    assert [part.name for part in report.components] == ["transformer"]

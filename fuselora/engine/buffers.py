@@ -16,7 +16,7 @@ class Buffer:
 
     def __init__(self, pool: Pool, n_bytes: int) -> None:
         self._pool = pool
-        self._memory = mmap.mmap(-1, max(n_bytes, 1))
+        self._memory = mmap.mmap(-1, max(n_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._lock = threading.Lock()
         self._holders = 0
 

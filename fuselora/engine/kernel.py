@@ -20,6 +20,7 @@ from fuselora.tensors import all_finite, view
 if TYPE_CHECKING:
     from fuselora.specs import Kernel as KernelName
 
+READ_ELEMENTS = 1 << 20
 Add = Callable[[torch.Tensor, int, int], None]
 
 
@@ -105,13 +106,18 @@ def read_rows(factor: Factor, columns: int, first: int, last: int, dtype: torch.
 
 
 def _read(factor: Factor, first: int, n_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Converted block by block, so that a large factor is not in memory twice."""
     item_bytes = DTYPE_BITS[factor.dtype] // 8
-    raw = bytearray(n_elements * item_bytes)
+    found = torch.empty(n_elements, dtype=dtype)
+    raw = memoryview(bytearray(min(n_elements, READ_ELEMENTS) * item_bytes))
     with reading(factor.path), factor.path.open("rb") as stream:
         stream.seek(factor.offset + first * item_bytes)
-        if stream.readinto(raw) != len(raw):
-            raise changed(factor.path)
-    return view(raw, factor.dtype, n_elements).to(dtype)
+        for block in torch.split(found, READ_ELEMENTS):
+            n_bytes = len(block) * item_bytes
+            if stream.readinto(raw[:n_bytes]) != n_bytes:
+                raise changed(factor.path)
+            block.copy_(view(raw, factor.dtype, len(block)))
+    return found
 
 
 def _lost(base: torch.Tensor, total: torch.Tensor, out: torch.Tensor) -> Lost:
