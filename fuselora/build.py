@@ -83,11 +83,14 @@ class _Build:
             return ()
         folders = {str(component.folder) for component in checkpoint.components}
         edited = {str(path) for path in self.plan.edited}
+        loras = {m.assignment.adapter.location.path.resolve() for m in self.plan.matchings}
 
         def exclude(path: str) -> bool:
             folder, _, name = path.rpartition("/")
             weights = name.endswith(marker_endings()) or ".safetensors.index." in name
-            return path in edited or ((folder or ".") in folders and weights)
+            if path in edited or (checkpoint.root / path).resolve() in loras:
+                return True
+            return (folder or ".") in folders and weights
 
         return assets.survey(checkpoint.root, exclude=exclude)
 

@@ -23,6 +23,7 @@ QUANTISED_SIBLINGS = ("absmax", "quant_map", "nested_absmax", "quant_state.bitsa
                       "quant_state.bitsandbytes__fp4", "scale_weight", "weight_scale", "qzeros")  # fmt: skip
 # What a weight is called once GPTQ, AWQ, Nunchaku or compressed-tensors has packed it.
 PACKED_LEAVES = (".qweight", ".weight_packed")
+FLOAT32_MAX = 3.4028234663852886e38
 ZERO_VALUED = "all of its values are zero"
 ALLOWED = "allowed to stay unmatched"
 
@@ -47,7 +48,7 @@ def check(checkpoint: Checkpoint, matchings: Sequence[Matching], request: Reques
         checked.append(settled)
         packed = list(_packed_faults(settled, checkpoint))
         faults += [*matching.faults, *alpha_faults, *(packed or _miss_faults(settled, request))]
-        faults += [*_dtype_faults(settled), *_quantised_faults(settled)]
+        faults += [*_dtype_faults(settled), *_quantised_faults(settled), *_scale_faults(settled)]
         notices += [*matching.notices, *_metadata_notices(matching), *_skip_notices(settled)]
     faults += _unused_alphas(checked, request.alphas)
     return Checked(tuple(checked), tuple(faults), tuple(notices))
@@ -192,6 +193,15 @@ def _miss_hint(matching: Matching) -> str:
         f"The base has keys like {next(tensors, 'nothing')}. "
         "Name the modules that may stay unapplied with --allow-unmatched GLOB."
     )
+
+
+def _scale_faults(matching: Matching) -> Iterator[Fault]:
+    """Sums are float32: a scale beyond it would be infinite."""
+    for hit in matching.hits:
+        scale = matching.assignment.strength * (hit.alpha.ratio if hit.alpha else 1.0)
+        if abs(scale) > FLOAT32_MAX:
+            text = f"{hit.module.name}: the scale {scale:g} does not fit float32"
+            yield Fault("scale", text, path=matching.assignment.adapter.name, key=hit.module.name)
 
 
 def _dtype_faults(matching: Matching) -> Iterator[Fault]:

@@ -214,15 +214,20 @@ def _modules_for(assignment: Assignment) -> list[Module]:
 
 
 def _votes(table: NameTable, modules: Sequence[Module]) -> bool | None:
-    """Whether the LoRA is spelled as the base is, by names that one layout alone uses; None: unknown."""
-    same = different = 0
+    """Whether the LoRA is spelled as the base is, by names that one layout alone uses.
+
+    None when no name tells, and when some say the one and some the other: a name that both layouts
+    use is then ambiguous.
+    """
+    renamed = frozenset(table.other.values())
+    same = different = False
     for module in modules:
         for spelling in spellings(module.name):
             for leaf in (".weight", ".bias"):
                 own, other = table.find(spelling, leaf)
-                same += bool(own) and not other
-                different += bool(other) and not own
-    return None if same == different else same > different
+                same |= not other and not renamed.isdisjoint(own)
+                different |= bool(other) and not own
+    return None if same == different else same
 
 
 def _explain(
@@ -276,13 +281,14 @@ def _shape_fault(assignment: Assignment, hit: Hit, base: TensorInfo) -> Fault | 
 
 
 def _double_faults(assignment: Assignment, hits: Sequence[Hit]) -> list[Fault]:
-    """Two spellings of one module in one file."""
-    seen: dict[tuple[str, Kind], str] = {}
+    """One tensor meant twice in one file, by two spellings or two kinds of diff; pair and diff may meet."""
+    seen: dict[tuple[str, bool], Hit] = {}
     faults = []
     for hit in hits:
-        first = seen.setdefault((hit.base_key, hit.kind), hit.module.name)
-        if first != hit.module.name:
-            text = f"{hit.base_key} is meant twice, by {first} and by {hit.module.name}"
+        first = seen.setdefault((hit.base_key, hit.kind == "pair"), hit)
+        if first is not hit:
+            one, two = first.tensors[0].name, hit.tensors[0].name
+            text = f"{hit.base_key} is meant twice, by {one} and by {two}"
             faults.append(Fault("twice", text, path=assignment.adapter.name, key=hit.module.name))
     return faults
 

@@ -487,3 +487,22 @@ def test_an_adapter_folder_s_names(tmp_path: Path) -> None:
     matching = matched(open_adapter(resolve_lora(LoraSpec(str(folder)))), base)
     assert len(matching.hits) == 10
     assert nothing_else(matching)
+
+
+def test_a_norm_that_both_layouts_name_is_ambiguous_in_a_file_of_both(tmp_path: Path) -> None:
+    names = ("self_attn.q", "self_attn.k", "self_attn.v", "norm2", "norm3")
+    base = [tensor(f"blocks.0.{name}.weight", *((4, 4) if "attn" in name else (4,))) for name in names]
+    lora = [
+        *pair("transformer.blocks.0.attn1.to_q"),
+        *pair("transformer.blocks.0.attn1.to_k"),
+        *pair("diffusion_model.blocks.0.self_attn.v"),
+        tensor("diffusion_model.blocks.0.norm3.diff", 4),
+    ]
+    assert faults(on(tmp_path, base, *lora)) == [("ambiguous", "diffusion_model.blocks.0.norm3")]
+    assert hits(on(tmp_path, base, *lora[-3:]))["blocks.0.norm3.weight"] == ["diff"]
+
+
+def test_one_tensor_twice_by_two_kinds_of_diff(tmp_path: Path) -> None:
+    base = [tensor("blocks.0.modulation", 1, 6, 4)]
+    diffs = [tensor("blocks.0.diff_m", 1, 6, 4), tensor("blocks.0.modulation.diff", 1, 6, 4)]
+    assert [kind for kind, _ in faults(on(tmp_path, base, *diffs))] == ["twice"]

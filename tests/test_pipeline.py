@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 import fuselora
-from fuselora import pipeline
+from fuselora import pipeline, synth
 from fuselora.errors import CheckpointError, OutputError, Refused, UsageError
 from fuselora.families.wan import WAN
 from fuselora.marker import read_marker
@@ -706,3 +706,21 @@ def test_the_package_offers_its_functions() -> None:
     assert all(getattr(fuselora, name) for name in fuselora.__all__)
     with pytest.raises(AttributeError, match="unmerge"):
         _ = fuselora.unmerge
+
+
+def test_a_scale_beyond_float32_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    size = synth.tiny("wan2.2-t2v-a14b", blocks=1)
+    base = synth.write_file(tmp_path / "base.safetensors", size)
+    lora = synth.write_lora(tmp_path / "lora.safetensors", size)
+    with pytest.raises(Refused, match="does not fit float32"):
+        merge(base, [f"{lora}:1e39"], tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {base.name, lora.name}
+
+
+def test_a_lora_that_lies_in_the_base_folder_does_not_come_along(tmp_path: Path) -> None:
+    size = synth.tiny("wan2.2-t2v-a14b", blocks=1)
+    base = synth.write_pipeline(tmp_path / "base", size)
+    lora = synth.write_lora(base / "lora.safetensors", size)
+    merge(base, [str(lora)], tmp_path / "out")
+    assert (tmp_path / "out" / "model_index.json").is_file()
+    assert not (tmp_path / "out" / lora.name).exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import queue
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,7 +16,8 @@ class Buffer:
     """One buffer of a pool. It returns to the pool when every holder has released it."""
 
     def __init__(self, pool: Pool, n_bytes: int) -> None:
-        self._pool = pool
+        # weak, or the memory of a finished file would wait for the garbage collector
+        self._pool = weakref.ref(pool)
         self._memory = mmap.mmap(-1, max(n_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._lock = threading.Lock()
         self._holders = 0
@@ -31,8 +33,9 @@ class Buffer:
         with self._lock:
             self._holders -= 1
             free = self._holders == 0
-        if free:
-            self._pool.give_back(self)
+        pool = self._pool()
+        if free and pool is not None:
+            pool.give_back(self)
 
 
 class Pool:
