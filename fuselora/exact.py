@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import safe_open
 
+from fuselora.errors import InputError
+
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from fuselora.recorded import Delta, Stored
 
 SLAB_ELEMENTS = 1 << 19
@@ -107,12 +111,22 @@ def slabs(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def scalar(stored: Stored) -> float:
     """A tensor of one element, of any numeric dtype."""
-    with safe_open(stored.path, "pt") as file:
+    with opened(stored.path) as file:
         return float(file.get_tensor(stored.key))
 
 
+def opened(path: Path) -> safe_open:
+    """``path`` through the safetensors library. Raises ``InputError`` for a name that it cannot spell."""
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError as error:
+        what = f"{path}: cannot be verified: its name is not UTF-8"
+        raise InputError(what, hint="Rename it, or link to it by another name.", path=str(path)) from error
+    return safe_open(path, "pt")
+
+
 def _rows(files: ExitStack, stored: Stored) -> tuple[list[int], Rows]:
-    file = files.enter_context(safe_open(stored.path, "pt"))
+    file = files.enter_context(opened(stored.path))
     part = file.get_slice(stored.key)
     shape = part.get_shape()
     if not shape:  # a number cannot be sliced

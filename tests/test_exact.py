@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from fuselora import exact
-from fuselora.exact import Distance, compare, measure, round_to, scalar, slabs, ulp
+from fuselora.errors import InputError
+from fuselora.exact import Distance, compare, measure, opened, round_to, scalar, slabs, ulp
 from fuselora.recorded import Delta, Stored
 
 F64 = torch.float64
@@ -193,3 +194,8 @@ def test_numbers_and_vectors_are_measured_too(tmp_path: Path) -> None:
 )
 def test_a_scalar_of_any_dtype(tmp_path: Path, value: torch.Tensor) -> None:
     assert scalar(stored(tmp_path / "x.safetensors", alpha=value)["alpha"]) == 8.0
+
+
+def test_a_file_whose_name_is_not_utf8_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="not UTF-8"):
+        opened(tmp_path / "l\udcff.safetensors")

@@ -34,12 +34,12 @@ print(json.dumps({"peak": peak, "estimate": peak_memory(report.plan), "bytes": r
 """
 
 
-def estimate(folder: Path, blocks: int, rank: int, dtype: str = "BF16") -> int:
+def estimate(folder: Path, blocks: int, rank: int, dtype: str = "BF16", kernel: str = "auto") -> int:
     """Of a full-width plan, from files that are all holes."""
     size = WAN.with_blocks(blocks)
     base = write_file(folder / f"{blocks}.{dtype}.safetensors", size, dtype=dtype, fill="hole")
     one = write_lora(folder / f"l{blocks}.{rank}.safetensors", size, rank=rank, fill="hole")
-    return peak_memory(planned(base, [one], content=False))
+    return peak_memory(planned(base, [one], content=False, kernel=kernel))
 
 
 def test_the_estimate_does_not_follow_the_number_of_blocks(tmp_path: Path) -> None:
@@ -49,9 +49,14 @@ def test_the_estimate_does_not_follow_the_number_of_blocks(tmp_path: Path) -> No
 def test_the_estimate_follows_the_rank_and_the_dtype(tmp_path: Path) -> None:
     small = estimate(tmp_path, 1, 4)
     assert small < estimate(tmp_path, 1, 64) < estimate(tmp_path, 1, 512) < LIMIT
-    # at most by the widest pair of a block, as stored and in float32
-    assert estimate(tmp_path, 1, 512) - small <= (512 - 4) * (WAN.ffn + WAN.dim) * (2 + 4)
+    # at most by the widest pair of a block in float32
+    assert estimate(tmp_path, 1, 512) - small <= (512 - 4) * (WAN.ffn + WAN.dim) * 4
     assert estimate(tmp_path, 1, 4, dtype="F32") > small
+
+
+def test_the_reference_needs_more_for_its_float64(tmp_path: Path) -> None:
+    more = estimate(tmp_path, 1, 64, kernel="reference") - estimate(tmp_path, 1, 64)
+    assert 64 << 20 < more < 512 << 20
 
 
 def test_a_plan_that_copies_needs_its_buffers_only(tmp_path: Path) -> None:
