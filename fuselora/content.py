@@ -143,19 +143,21 @@ def is_zero_delta(hit: Hit, content: LoraContent) -> bool:
 
 
 def _repeated(matchings: Sequence[Matching], contents: Sequence[LoraContent]) -> Iterator[Fault]:
-    """Twice on one component; or a list for two experts whose files are one and the same."""
-    seen: dict[tuple[str, str], Matching] = {}
+    """Twice on one component; or a list that names no expert and whose files are one and the same."""
+    seen: dict[tuple[object, str], Matching] = {}
     for matching in matchings:
         assignment = matching.assignment
         spec = assignment.adapter.location.spec
         content = contents[assignment.order].content_sha256
-        place = "list" if spec.listed > 1 else assignment.component.name
-        first = seen.setdefault((place, content), matching)
-        if first is not matching:
-            other = first.assignment.adapter.name
-            text = f"{assignment.adapter.name} and {other} hold the same LoRA, given twice"
-            hint = "For one LoRA on both experts say --lora all=FILE." if place == "list" else None
-            yield Fault("same_lora", text, path=assignment.adapter.name, hint=hint)
+        places: list[object] = [assignment.component.name]
+        if spec.listed > 1 and spec.component is None:
+            places.append(assignment.order - spec.position)  # the same for all files of one list
+        firsts = [seen.setdefault((place, content), matching) for place in places]
+        if other := next((first for first in firsts if first is not matching), None):
+            name, path = other.assignment.adapter.name, assignment.adapter.name
+            text = f"{path} and {name} hold the same LoRA, given twice"
+            hint = "For one LoRA on both experts say --lora all=FILE." if len(places) > 1 else None
+            yield Fault("same_lora", text, path=path, hint=hint)
 
 
 def _held_by_base(

@@ -6,6 +6,7 @@ Offsets, order of sums, chunk grid, bytes and memory are all fixed here, from he
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -405,12 +406,21 @@ def _edited_configs(checkpoint: Checkpoint, request: Request) -> dict[PurePosixP
         return edited
     for component in checkpoint.components:
         path = component.folder / "config.json"
-        if not {"torch_dtype", "dtype"}.isdisjoint(component.config):
+        named = {"torch_dtype", "dtype"} & component.config.keys()
+        if named:
             text = (checkpoint.root / path).read_bytes().decode("utf-8")
-            edited[path] = re.sub(
-                r'("(?:torch_dtype|dtype)"\s*:\s*)"[^"]*"', rf'\1"{request.dtype}"', text
-            ).encode("utf-8")
+            edited[path] = _with_dtype(text, component.config, named, request.dtype).encode("utf-8")
     return edited
+
+
+def _with_dtype(text: str, config: Mapping[str, object], named: set[str], dtype: str) -> str:
+    """A config whose top-level ``named`` entries say ``dtype``; spelled as before where that is safe."""
+    pattern = r'("(?:torch_dtype|dtype)"\s*:\s*)"[^"]*"'
+    edited, count = re.subn(pattern, rf'\1"{dtype}"', text)
+    wanted = {**config, **dict.fromkeys(named, dtype)}
+    if count == len(named) and json.loads(edited) == wanted:
+        return edited
+    return json.dumps(wanted, indent=2) + "\n"  # a nested entry has the same name
 
 
 def _fingerprint(

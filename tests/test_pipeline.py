@@ -724,3 +724,24 @@ def test_a_lora_that_lies_in_the_base_folder_does_not_come_along(tmp_path: Path)
     merge(base, [str(lora)], tmp_path / "out")
     assert (tmp_path / "out" / "model_index.json").is_file()
     assert not (tmp_path / "out" / lora.name).exists()
+
+
+def test_a_list_does_not_hide_a_lora_given_twice_on_one_expert(tmp_path: Path) -> None:
+    size = synth.tiny("wan2.2-t2v-a14b", blocks=1)
+    base = synth.write_pipeline(tmp_path / "base", size, experts=True)
+    a, c = (synth.write_lora(tmp_path / f"{n}.safetensors", size, seed=n) for n in (1, 2))
+    with pytest.raises(Refused, match="given twice"):
+        plan(base, [f"{a},{c}", f"transformer={a}"], content=True)
+    assert len(plan(base, [f"high={a}:1,low={a}:0.5"], content=True).matchings) == 2
+
+
+def test_only_the_config_s_own_dtype_follows(tmp_path: Path) -> None:
+    size = synth.tiny("wan2.2-t2v-a14b", blocks=1)
+    base = synth.write_pipeline(tmp_path / "base", size)
+    path = base / "transformer" / "config.json"
+    config = {**json.loads(path.read_text()), "torch_dtype": "float32", "nested": {"dtype": "float32"}}
+    path.write_text(json.dumps(config))
+    lora = synth.write_lora(tmp_path / "lora.safetensors", size)
+    merge(base, [str(lora)], tmp_path / "out", dtype="bfloat16")
+    found = json.loads((tmp_path / "out" / "transformer" / "config.json").read_text())
+    assert found == {**config, "torch_dtype": "bfloat16"}

@@ -91,9 +91,10 @@ def write_file(
         with _naming(file.base.path):
             lost = run.body()
         os.fsync(out.fileno())
+        base_sha256 = run.base_sha256()
         if state(os.fstat(base.fileno())) != state(before):
             raise changed(file.base.path)
-    return WrittenFile(run.sha256(), run.base_sha256(), before, lost)
+    return WrittenFile(run.sha256(), base_sha256, before, lost)
 
 
 class _Run:
