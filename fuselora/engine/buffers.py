@@ -12,13 +12,18 @@ if TYPE_CHECKING:
     from fuselora.engine.lanes import Flow
 
 
+def own_memory(n_bytes: int) -> mmap.mmap:
+    """Page-aligned memory that goes back to the system when it is let go; freed parts of the heap stay."""
+    return mmap.mmap(-1, max(n_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 class Buffer:
     """One buffer of a pool. It returns to the pool when every holder has released it."""
 
     def __init__(self, pool: Pool, n_bytes: int) -> None:
         # weak, or the memory of a finished file would wait for the garbage collector
         self._pool = weakref.ref(pool)
-        self._memory = mmap.mmap(-1, max(n_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory = own_memory(n_bytes)
         self._lock = threading.Lock()
         self._holders = 0
 

@@ -11,6 +11,7 @@ import torch
 
 from fuselora.delta.rounding import round_once
 from fuselora.delta.sums import add_full, add_full_exactly, add_low_rank, add_low_rank_exactly
+from fuselora.engine.buffers import own_memory
 from fuselora.errors import NumericError
 from fuselora.header import DTYPE_BITS
 from fuselora.planning import UNIT_ROWS, Factor, Full, Fuse, LowRank
@@ -108,7 +109,7 @@ def read_rows(factor: Factor, columns: int, first: int, last: int, dtype: torch.
 def _read(factor: Factor, first: int, n_elements: int, dtype: torch.dtype) -> torch.Tensor:
     """Converted block by block, so that a large factor is not in memory twice."""
     item_bytes = DTYPE_BITS[factor.dtype] // 8
-    found = torch.empty(n_elements, dtype=dtype)
+    found = torch.frombuffer(own_memory(n_elements * dtype.itemsize), dtype=dtype, count=n_elements)
     raw = memoryview(bytearray(min(n_elements, READ_ELEMENTS) * item_bytes))
     with reading(factor.path), factor.path.open("rb") as stream:
         stream.seek(factor.offset + first * item_bytes)
