@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fuselora import marker
+from fuselora.checkpoint import WEIGHT_SUFFIXES
 from fuselora.content import check_unchanged
 from fuselora.engine.kernel import Kernel, Lost, choose
 from fuselora.engine.settings import exact_settings
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from fuselora.progress import Progress
 
 Advance = Callable[[int], None]
+# of a component's folder, these never come along as side files
+COMPONENT_ENDINGS = (*WEIGHT_SUFFIXES, ".index.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ class _Build:
 
         def exclude(path: str) -> bool:
             folder, _, name = path.rpartition("/")
-            weights = name.endswith(marker_endings()) or ".safetensors.index." in name
+            weights = name.endswith(COMPONENT_ENDINGS) or ".safetensors.index." in name
             if path in edited or (checkpoint.root / path).resolve() in loras:
                 return True
             return (folder or ".") in folders and weights
@@ -178,11 +181,6 @@ class _Build:
         accumulate = str(self.kernel.dtype).removeprefix("torch.")
         cpu = torch.backends.cpu.get_cpu_capability().lower()
         return Machine(self.kernel.name, accumulate, cpu, torch.__version__)
-
-
-def marker_endings() -> tuple[str, ...]:
-    """Endings of weight files and indexes, which never come along as side files of a component."""
-    return (".safetensors", ".bin", ".pt", ".ckpt", ".gguf", ".index.json")
 
 
 def _record(file: OutputFile, sha256: str | None, base_sha256: str | None) -> WeightRecord:

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal, NoReturn
 
@@ -83,7 +83,6 @@ class Checkpoint:
     layout: Layout | None
     pipeline_class: str | None
     marker: Marker | None = None
-    warnings: tuple[str, ...] = field(default=())
 
     def component(self, name: str) -> Component | None:
         return next((c for c in self.components if c.name == name), None)
@@ -121,7 +120,7 @@ def open_checkpoint(root: Path, *, source: str, revision: str | None, variant: s
         family=family,
         layout=family.layout_of(names) if family else None,
         pipeline_class=pipeline_class,
-        marker=read_marker(root if root.is_dir() else root.parent) if _may_hold_marker(root) else None,
+        marker=_marker_of(root),
     )
 
 
@@ -139,14 +138,13 @@ def is_weight_file(name: str) -> bool:
     return name.endswith(WEIGHT_SUFFIXES)
 
 
-def _may_hold_marker(root: Path) -> bool:
-    """A folder's marker is its own; a file's is the one beside it that lists this file."""
+def _marker_of(root: Path) -> Marker | None:
+    """A folder's own marker; for a file the one beside it, if that lists the file."""
     if root.is_dir():
-        return True
+        return read_marker(root)
     beside = read_marker(root.parent)
-    return beside is not None and any(
-        record.path == root.name for component in beside.components.values() for record in component.files
-    )
+    listed = beside is not None and any(record.path == root.name for record in beside.weight_files)
+    return beside if listed else None
 
 
 def _component_folders(root: Path) -> tuple[Container, dict[str, Path]]:

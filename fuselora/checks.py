@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 from fuselora.digest import read_range
@@ -103,6 +104,7 @@ def _with_alphas(matching: Matching, options: Sequence[AlphaSpec]) -> tuple[Matc
     """Every pair's alpha, by the order of sources."""
     adapter, component = matching.assignment.adapter, matching.assignment.component.name
     option = _option_for(adapter, options)
+    metadata = cache(lambda: config_of_metadata(adapter.header.metadata, component))
     hits: list[Hit] = []
     for hit in matching.hits:
         if hit.kind != "pair":
@@ -115,7 +117,7 @@ def _with_alphas(matching: Matching, options: Sequence[AlphaSpec]) -> tuple[Matc
                 stored=hit.module.alpha,
                 option=option.alpha if option else None,
                 config=adapter.config,
-                metadata=lambda: config_of_metadata(adapter.header.metadata, component),
+                metadata=metadata,
             )
         except BadAlpha as error:
             text = f"the file's metadata: {error}"
@@ -198,7 +200,7 @@ def _miss_hint(matching: Matching) -> str:
 def _scale_faults(matching: Matching) -> Iterator[Fault]:
     """Sums are float32: a scale beyond it would be infinite."""
     for hit in matching.hits:
-        scale = matching.assignment.strength * (hit.alpha.ratio if hit.alpha else 1.0)
+        scale = hit.scale(matching.assignment.strength)
         if abs(scale) > FLOAT32_MAX:
             text = f"{hit.module.name}: the scale {scale:g} does not fit float32"
             yield Fault("scale", text, path=matching.assignment.adapter.name, key=hit.module.name)

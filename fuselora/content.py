@@ -33,6 +33,12 @@ class LoraContent:
     zero: frozenset[str]
     state: tuple[int, int, int]
 
+    def zeroes(self, hit: Hit) -> bool:
+        """Whether the hit's alpha or one of its tensors is all zero, which makes its delta zero."""
+        if hit.alpha is not None and hit.alpha.value == 0:
+            return True
+        return any(tensor.name in self.zero for tensor in hit.tensors)
+
 
 @dataclass(frozen=True, slots=True)
 class _TensorContent:
@@ -127,19 +133,12 @@ def zero_notices(matchings: Sequence[Matching], contents: Sequence[LoraContent])
     """Which LoRAs hold modules whose delta is zero."""
     notices = []
     for matching in matchings:
-        zero = [hit for hit in matching.hits if is_zero_delta(hit, contents[matching.assignment.order])]
+        zero = list(filter(contents[matching.assignment.order].zeroes, matching.hits))
         if zero:
             name, n_hits = matching.assignment.adapter.name, len(matching.hits)
             text = f"{name}: the delta is zero in {len(zero)} of {n_hits} modules"
             notices.append(Notice("zero_delta", text, {"lora": name, "zero": len(zero), "of": n_hits}))
     return tuple(notices)
-
-
-def is_zero_delta(hit: Hit, content: LoraContent) -> bool:
-    """Whether the hit's alpha or one of its tensors is all zero, which makes its delta zero."""
-    if hit.alpha is not None and hit.alpha.value == 0:
-        return True
-    return any(tensor.name in content.zero for tensor in hit.tensors)
 
 
 def _repeated(matchings: Sequence[Matching], contents: Sequence[LoraContent]) -> Iterator[Fault]:

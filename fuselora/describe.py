@@ -28,7 +28,7 @@ from fuselora.lora.grammar import LEAVES, UNFUSED, parse_key, spellings, unfused
 from fuselora.lora.scale import BadAlpha, config_of_metadata, resolve_alpha
 from fuselora.marker import FILE_NAME, FINGERPRINT_KEY, read_marker
 from fuselora.match import plain_name
-from fuselora.record import DTYPE_NAMES
+from fuselora.record import dtype_name
 from fuselora.resolve import resolve_base, resolve_lora
 from fuselora.selection import ADAPTER_CONFIG, ADAPTER_WEIGHTS, variants
 from fuselora.specs import LoraSpec
@@ -362,7 +362,7 @@ def _dtypes(tensors: Iterable[TensorInfo]) -> Mapping[str, int]:
     """Bytes by dtype, the most first."""
     totals: Counter[str] = Counter()
     for tensor in tensors:
-        totals[DTYPE_NAMES.get(tensor.dtype, tensor.dtype)] += tensor.n_bytes
+        totals[dtype_name(tensor.dtype)] += tensor.n_bytes
     return dict(totals.most_common())
 
 

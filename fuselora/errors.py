@@ -88,12 +88,6 @@ class NumericError(FuseloraError):
     code = "numeric"
 
 
-class KernelError(FuseloraError):
-    """The arithmetic on this machine failed its own self-check."""
-
-    code = "kernel"
-
-
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One reason to refuse a run, found while checking; many are raised together as ``Refused``.

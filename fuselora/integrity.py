@@ -93,6 +93,17 @@ class CheckReport:
         """Fused, whole, and with none of the LoRAs asked about."""
         return self.fused and self.whole and not self.already_fused
 
+    def lines(self, folder: Path) -> Iterator[str]:
+        """The report as text: the state of ``folder``, what does not hold, and what is fused in it."""
+        state = "fused and whole" if self.whole else "fused, but not whole" if self.fused else "not fused"
+        yield f"{folder}: {state}"
+        for finding in self.findings:
+            yield f"  {finding.path}: {finding.message}"
+        for record in self.marker.loras if self.marker else ():
+            yield f"  holds {record.name} on {record.component}, strength {record.strength:g}"
+        for outcome in self.loras:
+            yield f"  {outcome.path}: {'fused already' if outcome.records else 'not in it'}"
+
     def document(self) -> dict[str, object]:
         """The report as JSON data."""
         return {

@@ -10,7 +10,7 @@ import json
 import re
 import stat
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -274,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         _write_json(report.document())
     else:
-        _write(sys.stdout, *_report_lines(options.out, report))
+        _write(sys.stdout, *report.lines(options.out))
     return 0 if report.ok else 1
 
 
@@ -293,17 +293,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--digest", action="store_true", help="read every file and compare its sha256")
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     return parser
-
-
-def _report_lines(out: Path, report: CheckReport) -> Iterator[str]:
-    state = "fused and whole" if report.whole else "fused, but not whole" if report.fused else "not fused"
-    yield f"{out}: {state}"
-    for finding in report.findings:
-        yield f"  {finding.path}: {finding.message}"
-    for record in report.marker.loras if report.marker else ():
-        yield f"  holds {record.name} on {record.component}, strength {record.strength:g}"
-    for outcome in report.loras:
-        yield f"  {outcome.path}: {'fused already' if outcome.records else 'not in it'}"
 
 
 def _write_json(document: Mapping[str, object]) -> None:

@@ -42,6 +42,10 @@ class Hit:
     def tensors(self) -> tuple[TensorInfo, ...]:
         return tuple(self.module.parts[part] for part in PARTS[self.kind])
 
+    def scale(self, strength: float) -> float:
+        """strength * alpha / rank for a pair, the strength alone for a diff."""
+        return strength * (self.alpha.ratio if self.alpha else 1.0)
+
     @property
     def delta_shape(self) -> tuple[int, ...]:
         """(out, in) of a pair, the tensor's own shape of a diff."""

@@ -125,7 +125,7 @@ def _matched(
     asked: Request, *, headers_only: bool
 ) -> tuple[Checkpoint, tuple[Matching, ...], tuple[Notice, ...]]:
     """Resolve, read headers, assign, match and check. Raises ``Refused`` with every fault found."""
-    adapters = [open_adapter(resolve_lora(spec, revision=None)) for spec in asked.loras]
+    adapters = [open_adapter(resolve_lora(spec)) for spec in asked.loras]
     location = resolve_base(
         asked.base, revision=asked.revision, variant=asked.variant, headers_only=headers_only
     )

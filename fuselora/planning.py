@@ -136,6 +136,16 @@ class ComponentPlan:
     n_tensors: int
     n_fused: int
 
+    @property
+    def bytes_in(self) -> int:
+        """Bytes of base weights to read."""
+        return sum(file.base.n_bytes for file in self.files)
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes of weights to write."""
+        return sum(file.n_bytes for file in self.files)
+
 
 @dataclass(frozen=True, slots=True)
 class FusePlan:
@@ -157,12 +167,12 @@ class FusePlan:
     @property
     def bytes_out(self) -> int:
         """Bytes of weights to write."""
-        return sum(file.n_bytes for file in self.files)
+        return sum(component.bytes_out for component in self.components)
 
     @property
     def bytes_in(self) -> int:
         """Bytes of base weights to read."""
-        return sum(file.base.n_bytes for file in self.files)
+        return sum(component.bytes_in for component in self.components)
 
 
 def build_plan(
@@ -221,8 +231,7 @@ class PlacedHit:
 
     @property
     def scale(self) -> float:
-        """strength * alpha / rank for a pair, the strength alone for a diff."""
-        return self.strength * (self.hit.alpha.ratio if self.hit.alpha else 1.0)
+        return self.hit.scale(self.strength)
 
     def delta(self) -> Delta:
         if self.hit.kind == "pair":
@@ -362,8 +371,7 @@ class _ComponentLayout:
         """A delta known to be zero is left out, so that the base's bytes stay as they are."""
         if placed.scale == 0:
             return True
-        zero = self.contents[placed.order].zero if self.contents is not None else frozenset()
-        return any(tensor.name in zero for tensor in placed.hit.tensors)
+        return self.contents is not None and self.contents[placed.order].zeroes(placed.hit)
 
 
 def _adjoins(run: Copy, step: Copy) -> bool:
@@ -449,8 +457,5 @@ def _fingerprint(
 
 def _fingerprint_row(matching: Matching, contents: Sequence[LoraContent]) -> list[object]:
     assignment = matching.assignment
-    scales = [
-        [hit.base_key, hit.kind, assignment.strength * (hit.alpha.ratio if hit.alpha else 1.0)]
-        for hit in matching.hits
-    ]
+    scales = [[hit.base_key, hit.kind, hit.scale(assignment.strength)] for hit in matching.hits]
     return [contents[assignment.order].content_sha256, assignment.component.name, sorted(scales)]

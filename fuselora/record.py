@@ -52,6 +52,11 @@ class Machine:
     torch: str
 
 
+def dtype_name(code: str) -> str:
+    """A safetensors dtype as torch calls it, where the two differ."""
+    return DTYPE_NAMES.get(code, code)
+
+
 def marker_document(
     plan: FusePlan,
     weights: Mapping[str, WeightRecord],
@@ -103,7 +108,7 @@ def _base(plan: FusePlan) -> dict[str, object]:
 
 def _component(component: ComponentPlan, weights: Mapping[str, WeightRecord]) -> dict[str, object]:
     entry: dict[str, object] = {
-        "dtype": DTYPE_NAMES.get(component.dtype, component.dtype),
+        "dtype": dtype_name(component.dtype),
         "index": str(component.index) if component.index else None,
         "tensors": component.n_tensors,
         "fused": component.n_fused,
@@ -168,7 +173,7 @@ def scale_groups(hits: Sequence[Hit], strength: float) -> list[dict[str, object]
     groups: dict[tuple[float, float, int, str], list[str]] = {}
     for hit in hits:
         if hit.alpha is not None:
-            row = (strength * hit.alpha.ratio, hit.alpha.value, hit.module.rank, hit.alpha.source)
+            row = (hit.scale(strength), hit.alpha.value, hit.module.rank, hit.alpha.source)
             groups.setdefault(row, []).append(plain_name(hit.module.name))
     return [
         {"scale": scale, "alpha": alpha, "rank": rank, "source": source, "modules": sorted(modules)}

@@ -26,7 +26,10 @@ from rich.text import Text
 
 from fuselora.description import SOURCES
 from fuselora.errors import FuseloraError, Notice, Refused
+from fuselora.memory import peak_memory
+from fuselora.record import dtype_name
 from fuselora.summary import (
+    base_dtype,
     error_document,
     lora_document,
     main_dtype,
@@ -107,15 +110,8 @@ class Reporter:
     def checked(self, out: Path, report: CheckReport) -> None:
         if self._json:
             return self._document(report.document())
-        state = "fused and whole" if report.whole else "fused, but not whole" if report.fused else "not fused"
-        self._line(f"{out}: {state}")
-        for finding in report.findings:
-            self._line(f"  {finding.path}: {finding.message}")
-        for record in report.marker.loras if report.marker else ():
-            self._line(f"  holds {record.name} on {record.component}, strength {record.strength:g}")
-        for outcome in report.loras:
-            said = "fused already" if outcome.records else "not in it"
-            self._line(f"  {outcome.path}: {said}")
+        for line in report.lines(out):
+            self._line(line)
         return None
 
     def verified(self, out: Path, report: VerifyReport) -> None:
@@ -174,25 +170,20 @@ class Reporter:
 
     def _components(self, plan: FusePlan) -> None:
         table = _grid("component", "dtype", "tensors", "fused", "files", "in", "out")
-        document = plan_document(plan)
-        components = document["components"]
-        assert isinstance(components, list)
-        for entry in components:
-            role = "" if entry["role"] == "single" else f" ({entry['role']})"
-            before, after = entry["base_dtype"], entry["dtype"]
+        for component in plan.components:
+            role = "" if component.role == "single" else f" ({component.role})"
+            before, after = base_dtype(plan, component), dtype_name(component.dtype)
             table.add_row(
-                Text(shown(entry["name"] + role)),
+                Text(shown(component.name + role)),
                 after if before == after else f"{before} -> {after}",
-                str(entry["tensors"]),
-                str(entry["fused"]),
-                str(entry["files"]),
-                amount(entry["bytes_in"]),
-                amount(entry["bytes_out"]),
+                str(component.n_tensors),
+                str(component.n_fused),
+                str(len(component.files)),
+                amount(component.bytes_in),
+                amount(component.bytes_out),
             )
         self._out.print(table)
-        peak = document["peak_memory_bytes"]
-        assert isinstance(peak, int)
-        self._line(f"Peak memory about {amount(peak)}, whatever the model's size.")
+        self._line(f"Peak memory about {amount(peak_memory(plan))}, whatever the model's size.")
 
     def _lora(self, matching: Matching) -> None:
         document = lora_document(matching)

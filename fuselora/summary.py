@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from fuselora.match import Hit, Matching
 from fuselora.memory import peak_memory
-from fuselora.record import DTYPE_NAMES, applied_counts, scale_groups
+from fuselora.record import applied_counts, dtype_name, scale_groups
 
 if TYPE_CHECKING:
     from fuselora.checkpoint import Component
@@ -83,19 +83,24 @@ def models_of(plan: FusePlan) -> tuple[str, ...]:
 
 def component_document(plan: FusePlan, component: ComponentPlan) -> dict[str, object]:
     """One component: what is in it and what becomes of it."""
-    base = plan.checkpoint.component(component.name)
     return {
         "name": component.name,
         "role": component.role,
-        "base_dtype": main_dtype(base) if base else None,
-        "dtype": DTYPE_NAMES.get(component.dtype, component.dtype),
+        "base_dtype": base_dtype(plan, component),
+        "dtype": dtype_name(component.dtype),
         "tensors": component.n_tensors,
         "fused": component.n_fused,
         "copied": component.n_tensors - component.n_fused,
         "files": len(component.files),
-        "bytes_in": sum(file.base.n_bytes for file in component.files),
-        "bytes_out": sum(file.n_bytes for file in component.files),
+        "bytes_in": component.bytes_in,
+        "bytes_out": component.bytes_out,
     }
+
+
+def base_dtype(plan: FusePlan, component: ComponentPlan) -> str | None:
+    """The main dtype of the base component that a plan's component is made from."""
+    base = plan.checkpoint.component(component.name)
+    return main_dtype(base) if base else None
 
 
 def main_dtype(component: Component) -> str:
@@ -104,7 +109,7 @@ def main_dtype(component: Component) -> str:
     for tensor in component.tensors().values():
         totals[tensor.dtype] += tensor.n_bytes
     dtype = max(totals, key=lambda name: totals[name]) if totals else "none"
-    return DTYPE_NAMES.get(dtype, dtype)
+    return dtype_name(dtype)
 
 
 def lora_document(matching: Matching) -> dict[str, object]:

@@ -17,7 +17,6 @@ from fuselora.content import (
     LoraContent,
     check_unchanged,
     content_faults,
-    is_zero_delta,
     read_content,
     zero_notices,
 )
@@ -264,7 +263,7 @@ def zero_matching(folder: Path) -> tuple[Matching, LoraContent]:
 
 def test_a_delta_is_zero_if_any_of_its_tensors_is(tmp_path: Path) -> None:
     matching, found = zero_matching(tmp_path)
-    assert {(hit.base_key, hit.kind): is_zero_delta(hit, found) for hit in matching.hits} == {
+    assert {(hit.base_key, hit.kind): found.zeroes(hit) for hit in matching.hits} == {
         (f"{Q}.weight", "pair"): True,
         (f"{K}.weight", "pair"): False,
         (f"{K}.weight", "diff"): True,
