@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -15,6 +17,8 @@ from fuselora.errors import FuseloraError, UsageError
 from fuselora.specs import SHORT_NAMES, LoraSpec, Request, parse_alpha, parse_lora
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from fuselora.report import Reporter
 
 SHORT_TABLE = "\b\nShort names for --base:\n" + "\n".join(f"  {k:12} {v}" for k, v in SHORT_NAMES.items())
@@ -238,18 +242,55 @@ def demo(
         _exit_unless(result.verified.ok)
 
 
+class Interrupts:
+    """Ctrl-C, remembered: while torch is imported, the exception that it raises can be swallowed."""
+
+    def __init__(self) -> None:
+        self.seen = False
+
+    def check(self) -> None:
+        """Raise again what was lost."""
+        if self.seen:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def remembered(self) -> Iterator[None]:
+        """Note each SIGINT as it is raised; signals belong to the main thread, elsewhere nothing changes."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGINT, self._raise)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self.seen = True
+        raise KeyboardInterrupt
+
+
 @contextmanager
 def _reporting(*, json: bool, quiet: bool = False, verbose: bool = False) -> Iterator[Reporter]:
     """A reporter; a refusal or an interruption ends the command with its exit code."""
     from fuselora.report import Reporter
 
-    reporter = Reporter(json=json, quiet=quiet, verbose=verbose)
+    interrupts = Interrupts()
+    reporter = Reporter(json=json, quiet=quiet, verbose=verbose, before_phase=interrupts.check)
     try:
-        yield reporter
+        with interrupts.remembered():
+            yield reporter
     except FuseloraError as error:
         reporter.error(error)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
+        reporter.interrupted()
+        raise typer.Exit(130) from None
+    except Exception:
+        # an import can turn an interruption into an error of its own
+        if not interrupts.seen:
+            raise
         reporter.interrupted()
         raise typer.Exit(130) from None
 

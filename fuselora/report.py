@@ -60,8 +60,16 @@ UNITS = ("B", "kB", "MB", "GB", "TB")
 class Reporter:
     """One command's output. ``json`` prints one document; ``quiet`` drops progress and warnings."""
 
-    def __init__(self, *, json: bool = False, quiet: bool = False, verbose: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        json: bool = False,
+        quiet: bool = False,
+        verbose: bool = False,
+        before_phase: Callable[[], None] = lambda: None,
+    ) -> None:
         self._json, self._quiet, self._verbose = json, quiet, verbose
+        self._before_phase = before_phase
         self._out, self._err = _console(sys.stdout), _console(sys.stderr)
 
     # progress
@@ -69,6 +77,7 @@ class Reporter:
     @contextmanager
     def phase(self, name: str, n_bytes: int) -> Iterator[Callable[[int], None]]:
         """Announce a piece of work; yields what to call with the bytes done."""
+        self._before_phase()
         if self._quiet or self._json:
             yield lambda done: None
         elif self._err.is_terminal:

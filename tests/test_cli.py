@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fuselora import __version__
-from fuselora.cli import app
+from fuselora.cli import Interrupts, app
 from fuselora.demo import BASE, HIGH, LOW, OUT
+from fuselora.report import Reporter
 from fuselora.specs import SHORT_NAMES
 from fuselora.synth import tiny, write_file, write_lora, write_native, write_pipeline, write_safetensors
 from tests.inputs import pair, tensor
@@ -588,3 +590,16 @@ def test_an_interrupted_merge_ends_with_130_and_leaves_no_output(files: Files, t
     assert run(*merge).exit_code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert run("check", tmp_path / "out", "--digest").exit_code == 0
+
+
+def test_an_interruption_that_an_import_swallowed_ends_the_next_phase() -> None:
+    interrupts = Interrupts()
+    before = signal.getsignal(signal.SIGINT)
+    with interrupts.remembered():
+        interrupts.check()
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        reporter = Reporter(quiet=True, before_phase=interrupts.check)
+        with pytest.raises(KeyboardInterrupt), reporter.phase("fuse", 1):
+            pass
+    assert signal.getsignal(signal.SIGINT) is before

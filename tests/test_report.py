@@ -59,7 +59,7 @@ class Seen:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Seen]:
     """Makes a reporter on a terminal of ``columns``, or on pipes."""
 
-    def make(*, terminal: bool = False, columns: int = 80, **options: bool) -> Seen:
+    def make(*, terminal: bool = False, columns: int = 80, **options: Any) -> Seen:
         made = Seen(Terminal(), Terminal()) if terminal else Seen(io.StringIO(), io.StringIO())
         monkeypatch.setenv("COLUMNS", str(columns))
         monkeypatch.setenv("TERM", "xterm-256color")
