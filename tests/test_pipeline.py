@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 
 import fuselora
 from fuselora import pipeline, synth
-from fuselora.errors import CheckpointError, OutputError, Refused, UsageError
+from fuselora.errors import CheckpointError, OutputError, ReadError, Refused, UsageError
 from fuselora.families.wan import WAN
 from fuselora.marker import read_marker
 from fuselora.pipeline import FuseReport, merge, plan, request
@@ -745,3 +746,24 @@ def test_only_the_config_s_own_dtype_follows(tmp_path: Path) -> None:
     merge(base, [str(lora)], tmp_path / "out", dtype="bfloat16")
     found = json.loads((tmp_path / "out" / "transformer" / "config.json").read_text())
     assert found == {**config, "torch_dtype": "bfloat16"}
+
+
+def test_shards_are_kept_when_a_side_file_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = synth.tiny("wan2.2-t2v-a14b", blocks=1)
+    base = synth.write_pipeline(tmp_path / "base", size, shard_bytes=60_000)
+    lora = synth.write_lora(tmp_path / "lora.safetensors", size)
+    real = Path.open
+
+    def failing(path: Path, *args: Any, **options: Any) -> Any:
+        if path == base / "model_index.json" and options.get("buffering") == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", failing)
+        with pytest.raises(ReadError, match=r"model_index\.json: cannot be read"):
+            merge(base, [str(lora)], tmp_path / "out")
+    report = merge(base, [str(lora)], tmp_path / "out")
+    assert len(report.kept) == len(report.plan.files) > 1

@@ -17,6 +17,7 @@ from fuselora.fields import NOT_IN_PATHS
 from fuselora.marker import FILE_NAME as MARKER_NAME
 from fuselora.marker import JOURNAL_NAME
 from fuselora.output.disk import writing
+from fuselora.reading import reading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -138,7 +139,7 @@ def place(side: SideFile, target: Path, mode: Assets, *, digest: bool) -> Placed
 
     A hard link that the system refuses becomes a copy, and ``Placed.how`` says so. A copy keeps the
     source's permissions as far as the umask allows, and is always writable by its owner. Raises
-    ``OutputError``; ``CheckpointError`` or ``ChangedError`` if the source is at fault.
+    ``OutputError``; ``ReadError`` or ``ChangedError`` if the source is at fault.
     """
     if mode == "skip":
         return Placed("skip", None)
@@ -199,36 +200,23 @@ def _stream(side: SideFile, source: BinaryIO, copy: BinaryIO, *, digest: bool) -
 
 
 def _opened(side: SideFile) -> BinaryIO:
-    try:
+    with reading(side.source):
         return side.source.open("rb", buffering=0)
-    except OSError as error:
-        raise _unreadable(side, error) from error
 
 
 def _read(side: SideFile, source: BinaryIO) -> bytes:
-    try:
+    with reading(side.source):
         return source.read(READ_BYTES)
-    except OSError as error:
-        raise _unreadable(side, error) from error
 
 
 def _source_digest(side: SideFile) -> str:
-    try:
+    with reading(side.source):
         return sha256_file(side.source)
-    except OSError as error:
-        raise _unreadable(side, error) from error
 
 
 def _status(side: SideFile) -> os.stat_result:
-    try:
+    with reading(side.source):
         return side.source.stat()
-    except OSError as error:
-        raise _unreadable(side, error) from error
-
-
-def _unreadable(side: SideFile, error: OSError) -> CheckpointError:
-    what = f"cannot be read: {error.strerror or error}"
-    return CheckpointError(f"{side.source}: {what}", path=str(side.source))
 
 
 def _check(side: SideFile, now: os.stat_result, before: os.stat_result | None = None) -> None:

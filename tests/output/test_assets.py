@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fuselora.digest import READ_BYTES
-from fuselora.errors import ChangedError, CheckpointError, OutputError
+from fuselora.errors import ChangedError, CheckpointError, OutputError, ReadError
 from fuselora.output.assets import Placed, SideFile, place, survey
 from fuselora.specs import Assets
 from tests.output.fused_folder import sha256
@@ -370,13 +370,13 @@ def test_a_source_written_during_the_copy_is_refused(
 @pytest.mark.parametrize("mode", ["copy", "hardlink", "symlink"])
 def test_a_source_that_is_gone_is_the_bases_fault(side: SideFile, target: Path, mode: Assets) -> None:
     side.source.unlink()
-    with pytest.raises(CheckpointError, match=r"base/config\.json: cannot be read: No such file"):
+    with pytest.raises(ReadError, match=r"base/config\.json: cannot be read: No such file"):
         place(side, target, mode, digest=True)
 
 
 def test_a_source_that_cannot_be_read_is_the_bases_fault(target: Path) -> None:
     unreadable = SideFile("mem", Path("/proc/self/mem"), 0)
-    with pytest.raises(CheckpointError, match="/proc/self/mem: cannot be read: Input/output error"):
+    with pytest.raises(ReadError, match="/proc/self/mem: cannot be read: Input/output error"):
         place(unreadable, target, "copy", digest=True)
 
 
@@ -388,7 +388,7 @@ def test_a_source_that_cannot_be_opened_is_the_bases_fault(
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(Path, "open", refused)
-    with pytest.raises(CheckpointError, match=r"base/config\.json: cannot be read: Permission denied"):
+    with pytest.raises(ReadError, match=r"base/config\.json: cannot be read: Permission denied"):
         place(side, target, mode, digest=True)
 
 
