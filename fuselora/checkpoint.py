@@ -19,6 +19,7 @@ from fuselora.fields import NOT_IN_PATHS
 from fuselora.header import Header, TensorInfo, read_header
 from fuselora.jsonfile import read_json
 from fuselora.marker import FINGERPRINT_KEY, Marker, read_marker
+from fuselora.reading import reading
 
 Container = Literal["pipeline", "experts", "component", "file"]
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -96,17 +97,11 @@ def open_checkpoint(root: Path, *, source: str, revision: str | None, variant: s
     """Read the headers of a base.
 
     Raises ``CheckpointError`` for a folder that holds no model, an index at odds with its shards, or
-    a choice that only the user can make; ``FormatError`` for a broken file.
+    a choice that only the user can make; ``FormatError`` for a broken file; ``ReadError`` for one
+    that the system does not let us read.
     """
-    pipeline_class: str | None = None
-    if root.is_file():
-        container: Container = "file"
-        components = [_file_component(root)]
-    else:
-        container, folders = _component_folders(root)
-        if container == "pipeline":
-            pipeline_class = _pipeline_class(root, folders)
-        components = [_folder_component(root, name, folder, variant) for name, folder in folders.items()]
+    with reading(root):
+        container, components, pipeline_class = _components(root, variant)
     for component in components:
         _refuse_unrecordable(root, component)
     family = _family(components)
@@ -122,6 +117,15 @@ def open_checkpoint(root: Path, *, source: str, revision: str | None, variant: s
         pipeline_class=pipeline_class,
         marker=_marker_of(root),
     )
+
+
+def _components(root: Path, variant: str | None) -> tuple[Container, list[Component], str | None]:
+    if root.is_file():
+        return "file", [_file_component(root)], None
+    container, folders = _component_folders(root)
+    pipeline_class = _pipeline_class(root, folders) if container == "pipeline" else None
+    components = [_folder_component(root, name, folder, variant) for name, folder in folders.items()]
+    return container, components, pipeline_class
 
 
 def _refuse_unrecordable(root: Path, component: Component) -> None:

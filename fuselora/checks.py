@@ -12,6 +12,7 @@ from fuselora.errors import Fault, Notice
 from fuselora.lora.grammar import spellings
 from fuselora.lora.scale import AdapterConfig, BadAlpha, config_of_metadata, resolve_alpha
 from fuselora.match import FUSABLE, Hit, Matching, Skip, Unmatched, module_glob, name_table, plain_name
+from fuselora.reading import reading
 
 if TYPE_CHECKING:
     from fuselora.checkpoint import Checkpoint, Component
@@ -57,7 +58,7 @@ def check(checkpoint: Checkpoint, matchings: Sequence[Matching], request: Reques
 
 def is_zero(adapter: Adapter, module: Module) -> bool:
     """Whether all values but alpha are zero; bytes are read up to the first that is not."""
-    with adapter.location.path.open("rb") as stream:
+    with reading(adapter.location.path), adapter.location.path.open("rb") as stream:
 
         def zero(tensor: TensorInfo) -> bool:
             start = adapter.header.data_start + tensor.start

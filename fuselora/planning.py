@@ -17,6 +17,7 @@ from fuselora.digest import sha256_json, tagged
 from fuselora.header import DTYPE_BITS, PAGE, Header, TensorInfo, encode_header
 from fuselora.marker import FINGERPRINT_KEY, SCHEMA
 from fuselora.match import FUSABLE, Hit, Matching
+from fuselora.reading import reading
 
 if TYPE_CHECKING:
     from fuselora.checkpoint import Checkpoint, Component
@@ -335,7 +336,7 @@ class _ComponentLayout:
             metadata[FINGERPRINT_KEY] = fingerprint
             metadata[COMPONENT_KEY] = self.component.name
         if metadata == shard.metadata and placed == shard.tensors:
-            with shard.path.open("rb") as stream:
+            with reading(shard.path), shard.path.open("rb") as stream:
                 return stream.read(shard.data_start)
         return encode_header(placed, metadata, congruent_to=shard.data_start % PAGE)
 

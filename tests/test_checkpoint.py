@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path, PurePosixPath
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from fuselora.checkpoint import Checkpoint, open_checkpoint, shards_of
-from fuselora.errors import CheckpointError, FormatError, FuseloraError, InputError
+from fuselora.errors import CheckpointError, FormatError, FuseloraError, InputError, ReadError
 from fuselora.families import Layout
 from fuselora.header import read_header
 from fuselora.marker import FINGERPRINT_KEY
@@ -540,3 +541,16 @@ def test_a_broken_marker_is_refused(tmp_path: Path) -> None:
     (root / "fused.json").write_text("{}")
     with pytest.raises(FuseloraError, match=r"fused\.json"):
         open_base(root)
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_component(tmp_path / "base" / "transformer", base_tensors(tiny("wan2.2-t2v-a14b", blocks=1)))
+
+    def refused(path: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    with pytest.raises(ReadError, match="base: cannot be read: Permission denied"):
+        open_checkpoint(tmp_path / "base", source="base", revision=None, variant=None)

@@ -11,6 +11,7 @@ from fuselora.header import Header, TensorInfo, read_header
 from fuselora.jsonfile import read_json
 from fuselora.lora.grammar import ParsedKey, Part, parse_key, unfused_kind
 from fuselora.lora.scale import AdapterConfig, BadAlpha, config_of, peft_configs, read_alpha
+from fuselora.reading import reading
 
 if TYPE_CHECKING:
     from fuselora.resolve import LoraLocation
@@ -125,7 +126,7 @@ def _modules(
     keys: Mapping[str, Mapping[Part, list[tuple[ParsedKey, TensorInfo]]]],
 ) -> tuple[tuple[Module, ...], list[Fault]]:
     modules, faults = [], []
-    with location.path.open("rb") as stream:
+    with reading(location.path), location.path.open("rb") as stream:
         for name, parts in keys.items():
             tensors = {part: found[0][1] for part, found in parts.items()}
             dialect = next(parts[part][0][0].dialect for part in TELLING if part in parts)
