@@ -1,0 +1,1 @@
+"""Fused folders under FSDP2 and HSDP: plain torch, gloo on the CPU, a process for each rank."""
