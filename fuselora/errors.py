@@ -26,6 +26,11 @@ class FuseloraError(Exception):
         self.hint = hint
         self.facts: Mapping[str, object] = facts
 
+    def document(self) -> dict[str, object]:
+        """The error as JSON data, ``{"error": ...}``."""
+        own = {"code": self.code, "message": self.message, "hint": self.hint}
+        return {"error": {**own, **{name: self.facts[name] for name in self.facts if name not in own}}}
+
 
 class UsageError(FuseloraError):
     """The command line or the arguments of a library call make no sense."""
@@ -88,6 +93,12 @@ class NumericError(FuseloraError):
     code = "numeric"
 
 
+class AlreadyFused(FuseloraError):
+    """A server was told to add a LoRA to a checkpoint that holds it already, or whose marker forbids it."""
+
+    code = "already_fused"
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One reason to refuse a run, found while checking; many are raised together as ``Refused``.
@@ -102,6 +113,11 @@ class Fault:
     key: str | None = None
     hint: str | None = None
     facts: Mapping[str, object] = field(default_factory=dict)
+
+    def document(self) -> dict[str, object]:
+        """The fault as JSON data."""
+        own = {"kind": self.kind, "message": self.message, "path": self.path, "key": self.key}
+        return {**own, **self.facts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +139,11 @@ class Refused(FuseloraError):
         self.faults = tuple({(f.kind, f.path, f.message): f for f in faults}.values())
         hints = dict.fromkeys(fault.hint for fault in self.faults if fault.hint)
         super().__init__(_grouped(self.faults), hint=" ".join(hints) or None)
+
+    def document(self) -> dict[str, object]:
+        """The error as JSON data, ``{"error": ...}``, with all its faults."""
+        own = {"code": self.code, "message": self.message, "hint": self.hint}
+        return {"error": {**own, "faults": [fault.document() for fault in self.faults]}}
 
 
 SHOWN = 12
