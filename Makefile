@@ -8,7 +8,13 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum |
 TESTS ?= tests
 DEMO ?= fuselora-demo
 
-.PHONY: demo test test-fast lint format clean
+OMNI := tests/vllm_omni
+OMNI_VENV := .venv-vllm-omni
+OMNI_PINS := $(OMNI)/constraints.txt $(OMNI)/requirements.txt
+OMNI_STAMP := $(OMNI_VENV)/.installed-$(shell cat pyproject.toml $(OMNI_PINS) | cksum | cut -d' ' -f1)
+OMNI_PIP := $(OMNI_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(OMNI)/constraints.txt
+
+.PHONY: demo test test-fast test-vllm-omni lint format clean
 
 demo: $(STAMP)  ## make a tiny Wan2.2 pair, merge it, verify it
 	$(BIN)/fuselora demo $(DEMO)
@@ -18,6 +24,9 @@ test: $(STAMP)  ## all tests, the slow ones too
 
 test-fast: $(STAMP)  ## without the slow ones
 	$(BIN)/pytest --numprocesses auto -m "not slow" $(TESTS)
+
+test-vllm-omni: $(OMNI_STAMP)  ## against vLLM-Omni's own classes on the CPU; an environment of 3 GB of its own
+	$(OMNI_VENV)/bin/pytest $(OMNI)
 
 lint: $(STAMP)  ## what CI and pre-commit check
 	$(BIN)/ruff check .
@@ -29,7 +38,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(DEMO) build *.egg-info
+	rm -rf $(VENV) $(OMNI_VENV) $(DEMO) build *.egg-info
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "fuselora needs Python 3.10 to 3.13" >&2; exit 1; }
@@ -37,4 +46,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test,lint]"
 	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+# without --no-deps these bring CUDA's torch, torchvision, triton and gigabytes of kernels
+$(OMNI_STAMP): pyproject.toml $(OMNI_PINS)
+	@test -n "$(PYTHON)" || { echo "fuselora needs Python 3.10 to 3.13" >&2; exit 1; }
+	test -x $(OMNI_VENV)/bin/python || $(PYTHON) -m venv $(OMNI_VENV)
+	$(OMNI_PIP) torch
+	$(OMNI_PIP) --requirement $(OMNI)/requirements.txt
+	$(OMNI_PIP) --no-deps vllm vllm-omni xgrammar --editable .
+	@rm -f $(OMNI_VENV)/.installed-*
 	@touch $@
