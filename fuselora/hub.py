@@ -28,7 +28,9 @@ from fuselora.selection import (
     PICKLES,
     absent_files,
     adapter_weights,
+    model_files,
     needed_files,
+    skeleton_files,
     variants,
 )
 from fuselora.specs import HUB, SHORT_NAMES, HubAddress
@@ -50,15 +52,25 @@ DECORATION = ("", ".md", ".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg", ".mp4
 
 
 def fetch_base(
-    address: HubAddress, *, asked: str, variant: str | None, headers_only: bool
+    address: HubAddress, *, asked: str, variant: str | None, headers_only: bool, model_only: bool = False
 ) -> tuple[Path, str]:
     """The needed files of a base as a folder or file, and the commit they are from.
 
-    ``asked`` is what the user typed, for messages. ``headers_only`` as in ``resolve_base``. Raises
-    ``HubError``.
+    ``asked`` is what the user typed, for messages. ``headers_only`` and ``model_only`` as in
+    ``resolve_base``. Raises ``HubError``.
     """
     listing = _list_repo(address, asked)
     needed = (address.path,) if address.path in listing.files else _needed(listing, variant)
+    needed = model_files(needed) if model_only else needed
+    folder = _headers(listing, needed) if headers_only else _fetch(listing, needed)
+    return folder / address.path, listing.commit
+
+
+def fetch_skeleton(address: HubAddress, *, asked: str, headers_only: bool) -> tuple[Path, str]:
+    """A pipeline's folder without its transformers' weights, and the commit. Raises ``HubError``."""
+    listing = _list_repo(address, asked)
+    names = skeleton_files(listing.inside(address.path))
+    needed = [f"{address.path}/{name}" if address.path else name for name in names]
     folder = _headers(listing, needed) if headers_only else _fetch(listing, needed)
     return folder / address.path, listing.commit
 

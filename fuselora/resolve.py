@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuselora.errors import InputError, UsageError
-from fuselora.hub import fetch_base, fetch_lora
+from fuselora.filenames import is_weight_file
+from fuselora.hub import fetch_base, fetch_lora, fetch_skeleton
 from fuselora.selection import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_weights
 from fuselora.specs import (
     COMPONENTS,
@@ -29,8 +30,6 @@ from fuselora.specs import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-PATH_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +59,20 @@ class LoraLocation:
 
 
 def resolve_base(
-    base: str, *, revision: str | None = None, variant: str | None = None, headers_only: bool = False
+    base: str,
+    *,
+    revision: str | None = None,
+    variant: str | None = None,
+    headers_only: bool = False,
+    model_only: bool = False,
 ) -> BaseLocation:
     """The folder or file that ``base`` names: local, else a short name, ``owner/name`` or ``hf://``.
 
     Of a Hub base only the needed files are fetched, into the Hub's cache. With ``headers_only`` (for a
     plan) the cache is used if it holds them all; otherwise the base is a temporary folder, removed at
     exit, with every small file whole and every large one at its true size but sparse: a safetensors
-    file begins with its true header and reads as zeros after it.
+    file begins with its true header and reads as zeros after it. With ``model_only`` only the models
+    themselves are fetched: not a native repository's text encoder, which is no safetensors.
 
     Raises ``InputError`` for a local path that does not exist, ``UsageError`` for a revision of a
     local base, and ``HubError`` for all that can go wrong with the Hub.
@@ -75,12 +80,27 @@ def resolve_base(
     local = _local(base)
     if local is None:
         address = _base_address(base, revision)
-        path, commit = fetch_base(address, asked=base, variant=variant, headers_only=headers_only)
+        path, commit = fetch_base(
+            address, asked=base, variant=variant, headers_only=headers_only, model_only=model_only
+        )
         return BaseLocation(path, address.source, commit)
     if revision is not None:
         hint = "A revision is for a base on the Hub; leave it out."
         raise UsageError(f"--revision {revision!r} is given and the base is local, {local}", hint=hint)
     return _snapshot(local) or BaseLocation(local, _utf8_name(local), None)
+
+
+def resolve_skeleton(skeleton: str, *, headers_only: bool = False) -> BaseLocation:
+    """The diffusers pipeline that ``skeleton`` names: local, else a short name, ``owner/name`` or ``hf://``.
+
+    Of a Hub repository all but the transformers' weights is fetched. Raises as ``resolve_base`` does.
+    """
+    local = _local(skeleton)
+    if local is not None:
+        return _snapshot(local) or BaseLocation(local, _utf8_name(local), None)
+    address = _base_address(skeleton, None)
+    path, commit = fetch_skeleton(address, asked=skeleton, headers_only=headers_only)
+    return BaseLocation(path, address.source, commit)
 
 
 def resolve_lora(spec: LoraSpec, *, revision: str | None = None) -> LoraLocation:
@@ -196,7 +216,7 @@ def _base_address(base: str, revision: str | None) -> HubAddress:
         return replace(address, revision=revision or address.revision)
     if base in SHORT_NAMES:
         return HubAddress(SHORT_NAMES[base], revision=revision)
-    if hub_legal(base) and not base.endswith(PATH_SUFFIXES) and not Path(base).parent.is_dir():
+    if hub_legal(base) and not is_weight_file(base) and not Path(base).parent.is_dir():
         return HubAddress(base, revision=revision)
     short = [f"Short names are {', '.join(SHORT_NAMES)}."] if "/" not in base else []
     raise _missing(base, short)

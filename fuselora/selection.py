@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from fuselora.errors import FormatError, InputError
+from fuselora.specs import ALL, COMPONENTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 ADAPTER_CONFIG = "adapter_config.json"
 PICKLES = (".bin", ".pt", ".ckpt")
+MODELS = frozenset(COMPONENTS.values()) - {ALL}
 OTHER_RUNTIMES = (".msgpack", ".onnx", ".onnx_data", ".h5", ".gguf", ".tflite")
 CONVERT = (
     "Convert it to safetensors, for example by loading it with PEFT and save_pretrained(); "
@@ -42,6 +44,17 @@ def needed_files(names: Iterable[str], variant: str | None) -> tuple[str, ...]:
     kept = [name for name in kept if not (_pickled(name) and _folder(name) in safe_folders)]
     kept = [name for name in kept if not (pipeline and _folder(name) == "." and _weights(name))]
     return tuple(sorted(_one_variant(kept, variant)))
+
+
+def model_files(names: Iterable[str]) -> tuple[str, ...]:
+    """Of the needed files those of the models themselves: their safetensors, indexes and configs."""
+    return tuple(n for n in names if n.endswith((".safetensors", "config.json")) or ".index." in n)
+
+
+def skeleton_files(names: Iterable[str]) -> tuple[str, ...]:
+    """The needed files of a pipeline less its transformers' weights and indexes, sorted."""
+    needed = needed_files(names, None)
+    return tuple(n for n in needed if n.partition("/")[0] not in MODELS or n.endswith("/config.json"))
 
 
 def variants(names: Iterable[str]) -> tuple[str, ...]:

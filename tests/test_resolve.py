@@ -21,7 +21,7 @@ import pytest
 from fuselora.errors import FormatError, InputError, UsageError
 from fuselora.header import TensorInfo, encode_header, read_header
 from fuselora.hub import hub_errors
-from fuselora.resolve import LoraLocation, resolve_base, resolve_lora
+from fuselora.resolve import LoraLocation, resolve_base, resolve_lora, resolve_skeleton
 from fuselora.specs import HubAddress, LoraSpec, parse_lora
 from tests.hub_server import HubServer
 
@@ -266,7 +266,7 @@ import json, os, sys
 from pathlib import Path
 from fuselora.errors import FuseloraError
 from fuselora.header import read_header
-from fuselora.resolve import resolve_base, resolve_lora
+from fuselora.resolve import resolve_base, resolve_lora, resolve_skeleton
 from fuselora.specs import parse_lora
 
 text, options = sys.argv[1], json.loads(sys.argv[2])
@@ -275,7 +275,8 @@ try:
         found = resolve_lora(*parse_lora(text), **options)
         answer = {"path": str(found.path), "name": found.name, "config": found.config and str(found.config)}
     else:
-        found = resolve_base(text, **options)
+        resolve = resolve_skeleton if options.pop("skeleton", False) else resolve_base
+        found = resolve(text, **options)
         answer = {"path": str(found.path), "source": found.source, "revision": found.revision}
     files = [path for path in found.path.rglob("*") if path.is_file()] or [found.path]
     root = found.path if found.path.is_dir() else found.path.parent
@@ -438,6 +439,39 @@ def test_a_folder_or_file_of_a_repository(client: Client, hub: HubServer, pipeli
     file = client(f"hf://{REPO}/whole.safetensors@v1")
     assert set(file["headers"]) == {"whole.safetensors"}
     assert set(hub.fetched(REPO)) == {*WEIGHTS[:2], "transformer/config.json", "whole.safetensors"}
+
+
+def test_a_skeleton_is_fetched_without_its_transformers_weights(
+    client: Client, hub: HubServer, pipeline: Path
+) -> None:
+    first = client(f"hf://{REPO}@v1", skeleton=True)
+    assert (first["source"], first["revision"]) == (REPO, hub.repos[REPO].commit)
+    assert set(first["files"]) == set(hub.fetched(REPO)) == {*SMALL, WEIGHTS[2]}
+    assert client(f"hf://{REPO}@v1", {"HF_HUB_OFFLINE": "1"}, skeleton=True) == first
+    message, _ = client.refused("Wan2.2-I2V", skeleton=True)
+    assert "no repository Wan-AI/Wan2.2-I2V-A14B-Diffusers" in message
+
+
+def test_of_a_native_repository_only_the_models_are_fetched(
+    client: Client, hub: HubServer, tmp_path: Path
+) -> None:
+    models = ("high_noise_model/model.safetensors", "low_noise_model/model.safetensors")
+    for name in models:
+        write_safetensors(tmp_path / "native" / name)
+    write_files(tmp_path / "native", "high_noise_model/config.json", "t5.pth", "google/spiece.model")
+    hub.add("Wan-AI/native", tmp_path / "native")
+    wanted = {*models, "high_noise_model/config.json"}
+    assert set(client("Wan-AI/native", model_only=True)["files"]) == wanted
+    assert set(hub.fetched("Wan-AI/native")) == wanted
+    assert set(client("Wan-AI/native", model_only=True, headers_only=True)["files"]) == wanted
+
+
+def test_a_local_skeleton_needs_no_network(here: Path) -> None:
+    (here / "org" / "name").mkdir(parents=True)
+    found = resolve_skeleton("org/name")
+    assert (found.path, found.source, found.revision) == (Path("org/name"), "name", None)
+    with pytest.raises(InputError, match="no such file or folder"):
+        resolve_skeleton("./org/nome")
 
 
 def test_a_short_name_is_a_repository(client: Client) -> None:

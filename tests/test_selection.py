@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from fuselora.errors import FormatError, InputError
-from fuselora.selection import absent_files, adapter_weights, needed_files, variants
+from fuselora.selection import (
+    absent_files,
+    adapter_weights,
+    model_files,
+    needed_files,
+    skeleton_files,
+    variants,
+)
 
 WAN_DIFFUSERS = (
     ".gitattributes",
@@ -96,6 +103,32 @@ def test_a_variant_replaces_plain_weights_where_it_exists() -> None:
     plain = {name for name in WAN_DIFFUSERS if name.startswith("transformer/diffusion")}
     assert set(needed) == (set(WAN_DIFFUSERS) - plain) | set(fp16)
     assert variants([*WAN_DIFFUSERS, *fp16, *other]) == ("bf16", "fp16")
+
+
+def test_a_skeleton_is_a_pipeline_less_its_transformers_weights() -> None:
+    more = (
+        "transformer/custom.safetensors",
+        "transformer/old/config.json",
+        "transformer_2/config.json",
+        "transformer_2/diffusion_pytorch_model.safetensors",
+        "transformer_2/diffusion_pytorch_model.safetensors.index.json",
+        "transformer_2/diffusion_pytorch_model.fp16.safetensors",
+        "transformer_3d/notes.txt",
+        "whole.safetensors",
+    )
+    weights = {name for name in WAN_DIFFUSERS if name.startswith("transformer/diffusion")}
+    assert set(skeleton_files([*WAN_DIFFUSERS, *more])) == set(WAN_DIFFUSERS) - weights | {
+        "transformer/old/config.json",
+        "transformer_2/config.json",
+        "transformer_3d/notes.txt",
+    }
+
+
+def test_the_models_of_a_native_repository_alone() -> None:
+    assert model_files(needed_files(WAN_NATIVE, None)) == tuple(
+        sorted(name for name in WAN_NATIVE if "noise_model" in name)
+    )
+    assert "low_noise_model/config.json" in model_files(["low_noise_model/config.json", "a.pth", "README.md"])
 
 
 def test_an_adapter_folder_has_its_own_names() -> None:

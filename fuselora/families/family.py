@@ -8,9 +8,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
+
+from fuselora.families.model_class import ModelClass
 
 Layout = Literal["native", "diffusers"]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -106,6 +108,25 @@ class Branch:
         return not present or kin.witnesses.get(self.witness) != ()
 
 
+@dataclass(frozen=True, slots=True)
+class FewStep:
+    """Published few-step LoRAs, known by their name, and how those who made them sample.
+
+    ``pattern`` is searched for in a file's, folder's or repository's name, case aside. ``source`` says
+    where the values are published; one that is not, or not as one number, is None. ``remark`` is what
+    none of the fields can say.
+    """
+
+    name: str
+    pattern: str
+    source: str
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
+    flow_shift: float | None = None
+    solver: str | None = None
+    remark: str | None = None
+
+
 class Renames:
     """(native, diffusers) patterns of modules and bare parameters, compiled for both directions."""
 
@@ -158,7 +179,9 @@ class Family:
     ``renames``: names that the layouts spell differently. ``block``: the native pattern whose count
     is the number of blocks. ``keep_float32``: name segments (diffusers spelling) that the model class
     keeps in float32. ``experts``: component -> role, for families that come as two experts.
-    ``measures`` and ``branches``: what tells the models apart by a LoRA alone.
+    ``measures`` and ``branches``: what tells the models apart by a LoRA alone. ``few_step``: of the rows
+    that fit a name the first counts. ``boundary_ratios``: model -> the part of the noise schedule, from
+    the end, that is the second expert's. ``classes``: diffusers' classes of these models.
     """
 
     name: str
@@ -171,6 +194,9 @@ class Family:
     kin: tuple[Kin, ...]
     measures: tuple[Measure, ...] = ()
     branches: tuple[Branch, ...] = ()
+    few_step: tuple[FewStep, ...] = ()
+    boundary_ratios: Mapping[str, float] = field(default_factory=dict)
+    classes: tuple[ModelClass, ...] = ()
 
     def recognises(self, names: Iterable[str]) -> bool:
         signature = _any_of(self.signature)
@@ -237,6 +263,10 @@ class Family:
             return ()
         whole = self.kin_of_deltas(native)
         return tuple(k for k in self.kin_of_deltas(rest) if k not in whole and rule.harmless(k.witnesses))
+
+    def few_step_named(self, name: str) -> FewStep | None:
+        """The published few-step LoRA that a file, folder or repository of this name is."""
+        return next((row for row in self.few_step if re.search(row.pattern, name, re.IGNORECASE)), None)
 
     def _is_kin(self, kin: Kin, native: Shapes) -> bool:
         if self.n_blocks(native) != kin.blocks:

@@ -7,7 +7,8 @@ Sources: the published checkpoints' tensor lists; diffusers' WanTransformer3DMod
 
 from __future__ import annotations
 
-from fuselora.families.family import LEAVES, Branch, Family, Kin, Measure, Renames, SkipRule
+from fuselora.families.family import LEAVES, Branch, Family, FewStep, Kin, Measure, Renames, SkipRule
+from fuselora.families.wan_classes import WAN_CLASSES
 
 # (native, diffusers), inside one transformer block
 BLOCK = (
@@ -43,6 +44,7 @@ STEM = (
     ("img_emb.proj.1", "condition_embedder.image_embedder.ff.net.0.proj"),
     ("img_emb.proj.3", "condition_embedder.image_embedder.ff.net.2"),
     ("img_emb.proj.4", "condition_embedder.image_embedder.norm2"),
+    ("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed"),  # of first-and-last-frame models
     ("head.head", "proj_out"),
     ("head.modulation", "scale_shift_table"),
     ("vace_blocks.{n}.before_proj", "vace_blocks.{n}.proj_in"),
@@ -102,6 +104,80 @@ BRANCHES = (
     Branch("image", IMAGE_MODULES, "blocks.0.cross_attn.k_img.bias"),
     Branch("vace", VACE_MODULES, "vace_blocks.0.before_proj.bias"),
 )
+DMD_TIMESTEPS = "the timesteps are 1000, 757 and 522, with fresh noise after each but the last"
+# Names as lightx2v, Kijai, Comfy-Org and FastVideo publish them on the Hub; numbers in a name (4steps) are
+# read from the name itself.
+FEW_STEP = (
+    FewStep(
+        name="Wan2.2-Lightning",
+        # its folders of V1 and V1.1, and Kijai's files; later releases do not say what they sample with
+        pattern=r"4steps-lora-rank64-seko-v1(?:\.1)?(?![.\d])|wan2\.2-lightning_[ti]2v",
+        # sample_steps, sample_guide_scale, sample_shift in wan/configs/wan_{t2v,i2v}_A14B.py; generate.py
+        # warns of any other solver, "because it's used in distillation"
+        source="ModelTC/Wan2.2-Lightning",
+        num_inference_steps=4,
+        guidance_scale=1.0,
+        flow_shift=5.0,
+        solver="euler",
+    ),
+    FewStep(
+        name="LightX2V's Wan2.2 distillation",
+        pattern=r"wan[-_ ]?2[-_.]?2\D.*lightx2v_(?:4steps?|moe_distill)",
+        # infer_steps, enable_cfg false, sample_shift in configs/distill/wan22/wan_moe_*_distill_*lora.json;
+        # Wan22StepDistillScheduler.step_post is an Euler step
+        source="ModelTC/LightX2V",
+        num_inference_steps=4,
+        guidance_scale=1.0,
+        flow_shift=5.0,
+        solver="euler",
+    ),
+    FewStep(
+        name="LightX2V's Wan2.1 distillation",
+        pattern=r"lightx2v\w*_(?:4steps?|cfg_step_distill)|stepdistill-cfgdistill",
+        # the same of configs/distill/wan21/wan_{t2v,i2v}_distill_lora_4step_cfg.json; its
+        # WanStepDistillScheduler adds fresh noise after each step, so no solver is named here
+        source="ModelTC/LightX2V",
+        num_inference_steps=4,
+        guidance_scale=1.0,
+        flow_shift=5.0,
+    ),
+    FewStep(
+        name="FastWan2.2-TI2V-5B",
+        pattern=r"5b_fastwan|fastwan2[._]2-ti2v-5b",
+        # dmd_denoising_steps of FastWan2_2_TI2V_5B_Config in fastvideo/configs/pipelines/wan.py; its
+        # DmdDenoisingStage has no guidance, and took a shift of 8 where the config says 5
+        source="hao-ai-lab/FastVideo",
+        num_inference_steps=3,
+        guidance_scale=1.0,
+        remark=DMD_TIMESTEPS,
+    ),
+    FewStep(
+        name="FastWan2.1-T2V",
+        pattern=r"fastwan_t2v|fastwan2[._]1-t2v",
+        # FastWan2_1_T2V_480P_Config, likewise; here both say 8
+        source="hao-ai-lab/FastVideo",
+        num_inference_steps=3,
+        guidance_scale=1.0,
+        flow_shift=8.0,
+        remark=DMD_TIMESTEPS,
+    ),
+    FewStep(
+        name="Wan2.2-TI2V-5B-Turbo",
+        pattern=r"ti2v[-_]5b[-_]turbo",
+        # its README: "in just 4 steps, eliminating the need for the CFG trick"
+        source="quanhaol/Wan2.2-TI2V-5B-Turbo",
+        num_inference_steps=4,
+        guidance_scale=1.0,
+    ),
+    FewStep(
+        name="CausVid",
+        pattern=r"causvid",
+        # enable_cfg false in configs/causvid/wan_{t2v,i2v}_causvid.json; no one number of steps is agreed on
+        # for the LoRA, which Kijai took from a model of 9 steps
+        source="ModelTC/LightX2V",
+        guidance_scale=1.0,
+    ),
+)
 
 
 def _kin(
@@ -155,4 +231,8 @@ WAN = Family(
     ),
     measures=MEASURES,
     branches=BRANCHES,
+    classes=WAN_CLASSES,
+    few_step=FEW_STEP,
+    # boundary in wan/configs/wan_{t2v,i2v}_A14B.py of Wan-Video/Wan2.2; boundary_ratio in model_index.json
+    boundary_ratios={"Wan2.2-T2V-A14B": 0.875, "Wan2.2-I2V-A14B": 0.9},
 )

@@ -15,6 +15,7 @@ from fuselora.synth.checkpoints import (
     write_file,
     write_native,
     write_pipeline,
+    write_skeleton,
 )
 from fuselora.synth.configs import config, native_config
 from fuselora.synth.files import FORMAT, Fill, write_safetensors
@@ -68,4 +69,5 @@ __all__ = [
     "write_native",
     "write_pipeline",
     "write_safetensors",
+    "write_skeleton",
 ]

@@ -10,7 +10,7 @@ from fuselora.synth.files import FORMAT, write_json, write_safetensors
 from fuselora.synth.values import Spec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from fuselora.families.family import Layout
@@ -78,19 +78,38 @@ def write_pipeline(
     ``experts``: transformer (high noise) from ``seed`` and transformer_2 (low noise) from ``seed + 1``.
     """
     specs = base_tensors(size, "diffusers", dtype=dtype, mixed=mixed)
-    for number, component in enumerate(("transformer", "transformer_2")[: 1 + experts]):
+    write_skeleton(folder, size, experts=experts)
+    for number, component in enumerate(_transformers(experts)):
         write_component(
-            folder / component, specs, config=config(size), seed=seed + number,
+            folder / component, specs, seed=seed + number,
             shard_bytes=shard_bytes, variant=variant, fill=fill,
         )  # fmt: skip
+    return folder
+
+
+def write_skeleton(folder: Path, size: WanSize, *, experts: bool = False) -> Path:
+    """A diffusers pipeline whose transformers have a config each, and no weights."""
+    for component in _transformers(experts):
+        write_json(folder / component / "config.json", config(size))
     write_json(folder / "model_index.json", model_index(size, experts))
     for path, content in side_files(size).items():
         write_json(folder / path, content)
-    stand_in = Spec("shared.weight", "BF16", (32, 16), std=0.02)
-    write_safetensors(folder / "text_encoder" / "model.safetensors", [stand_in], metadata=FORMAT)
-    stand_in = Spec("decoder.conv_in.weight", "F32", (8, 4, 3, 3, 3), std=0.02)
-    write_safetensors(folder / "vae" / "diffusion_pytorch_model.safetensors", [stand_in], metadata=FORMAT)
+    for path, spec in _stand_ins(size):
+        write_safetensors(folder / path, [spec], metadata=FORMAT)
     return folder
+
+
+def _transformers(experts: bool) -> tuple[str, ...]:
+    return ("transformer", "transformer_2") if experts else ("transformer",)
+
+
+def _stand_ins(size: WanSize) -> Iterator[tuple[str, Spec]]:
+    """One small tensor for each of the other models of a pipeline."""
+    yield "text_encoder/model.safetensors", Spec("shared.weight", "BF16", (32, 16), std=0.02)
+    weight = Spec("decoder.conv_in.weight", "F32", (8, 4, 3, 3, 3), std=0.02)
+    yield "vae/diffusion_pytorch_model.safetensors", weight
+    if size.image_dim:
+        yield "image_encoder/model.safetensors", Spec("visual_projection.weight", "F32", (8, 4), std=0.02)
 
 
 def write_native(

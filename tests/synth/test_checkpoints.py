@@ -21,7 +21,9 @@ from fuselora.synth import (
     write_file,
     write_native,
     write_pipeline,
+    write_skeleton,
 )
+from tests.small import tree
 from tests.synth.model import model_class
 from tests.synth.names import T2V
 
@@ -53,6 +55,23 @@ def test_a_tiny_base_runs(tmp_path: Path) -> None:
         result = model(torch.ones(1, 16, 1, 4, 4), torch.tensor([500]), torch.ones(1, 3, size.text_dim))[0]
     assert result.shape == (1, 16, 1, 4, 4)
     assert 0.01 < result.std() < 100
+
+
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("name", [T2V, "wan2.1-i2v-14b"])
+def test_a_skeleton_is_a_pipeline_without_its_transformers_weights(
+    tmp_path: Path, name: str, experts: bool
+) -> None:
+    size = tiny(name, blocks=1)
+    whole = write_pipeline(tmp_path / "whole", size, experts=experts, shard_bytes=60_000)
+    rest = tree(whole)
+    weights = [path for path in rest if path.startswith("transformer") and "safetensors" in path]
+    for path in weights:
+        del rest[path]
+    assert tree(write_skeleton(tmp_path / "skeleton", size, experts=experts)) == rest
+    index = json.loads(rest["model_index.json"])
+    parts = {part for part, kind in index.items() if isinstance(kind, list) and any(kind)}
+    assert parts == {path.partition("/")[0] for path in rest if "/" in path}
 
 
 def test_both_layouts_hold_the_same_values(tmp_path: Path) -> None:
