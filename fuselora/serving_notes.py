@@ -1,0 +1,240 @@
+"""How the result is meant to be sampled: weights alone do not make a few-step server.
+
+What the fused LoRAs say (``lora.sampling``), where they agree, completed by what the base's own files
+and its family say. Nothing is guessed: what is not stated is left out. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeGuard
+
+from fuselora.errors import FormatError, Notice
+from fuselora.jsonfile import read_json
+from fuselora.lora.sampling import (
+    Sampling,
+    Setting,
+    Stated,
+    Value,
+    by_name,
+    read_setting,
+    sampling_of,
+    steps_in,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fuselora.checkpoint import Checkpoint
+    from fuselora.match import Matching
+
+# How each setting reads, in the order in which they are said.
+WORDS: Mapping[Setting, str] = {
+    "num_inference_steps": "{} steps",
+    "guidance_scale": "guidance {}",
+    "guidance_scale_2": "guidance {} on transformer_2",
+    "flow_shift": "flow shift {}",
+    "boundary_ratio": "boundary ratio {}",
+    "solver": "{} solver",
+}
+TWO_EXPERTS: frozenset[Setting] = frozenset(("guidance_scale_2", "boundary_ratio"))
+# Two experts share one schedule: these hold if they are stated for both.
+SHARED: frozenset[Setting] = frozenset(("num_inference_steps", "flow_shift", "solver"))
+
+
+@dataclass(frozen=True, slots=True)
+class ServingNotes:
+    """What is known of how to sample.
+
+    ``guidance_scale_2`` is the second expert's. ``remarks`` say what no setting can; ``notices`` say
+    what was stated and is left out.
+    """
+
+    settings: Mapping[Setting, Stated] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+    notices: tuple[Notice, ...] = ()
+
+    def document(self) -> dict[str, object]:
+        """``serving`` of the marker and of ``--json``; empty if nothing is known."""
+        document: dict[str, object] = {name: stated.value for name, stated in self.settings.items()}
+        if self.settings:
+            document["sources"] = {name: stated.source for name, stated in self.settings.items()}
+            document["note"] = "; ".join(self.reasons())
+        return document
+
+    def reasons(self) -> tuple[str, ...]:
+        """Which settings are from where, one text for each origin, and the remarks."""
+        origins: dict[str, dict[Setting, Value]] = {}
+        for name, stated in self.settings.items():
+            origins.setdefault(stated.origin, {})[name] = stated.value
+        said = (f"{sentence(values)}: {origin}" for origin, values in origins.items())
+        return (*said, *self.remarks)
+
+
+NOTHING = ServingNotes()
+
+
+def serving_notes(
+    checkpoint: Checkpoint, matchings: Sequence[Matching], *, pipeline: Path | None = None
+) -> ServingNotes:
+    """What is known of serving ``checkpoint`` once these LoRAs are fused into it.
+
+    A LoRA that says nothing does not matter, nor one that adds nothing. If none says anything, there is
+    nothing to note: the base is sampled as before. ``pipeline`` is the diffusers pipeline whose other
+    files go with the result, by default the base if it is one.
+    """
+    said = [*_of_earlier(checkpoint), *_of_loras(checkpoint, matchings)]
+    spoken = {name for one in said for name in one.settings}
+    if not spoken:
+        return NOTHING
+    agreed, notices = _agreed(said, [component.name for component in checkpoint.components])
+    base = {name: stated for name, stated in _of_base(checkpoint, pipeline).items() if name not in spoken}
+    remarks = dict.fromkeys(one.remark for one in said if one.remark)
+    return ServingNotes(_in_order({**base, **agreed}), tuple(remarks), notices)
+
+
+def notes_of(sampling: Sampling) -> ServingNotes:
+    """The notes of one LoRA by itself, whatever the base."""
+    return ServingNotes(_in_order(sampling.settings), (sampling.remark,) if sampling.remark else ())
+
+
+def sentence(values: Mapping[Setting, object] | Mapping[str, object]) -> str:
+    """A ``serving`` document in words: ``4 steps, guidance 1.0, flow shift 5.0``.
+
+    What is neither a number nor a text, as in an edited marker, is left out.
+    """
+    known: dict[str, Value] = {name: value for name, value in values.items() if _is_value(value)}
+    first, second = known.get("guidance_scale"), known.get("guidance_scale_2")
+    if first == second:
+        known.pop("guidance_scale_2", None)
+    said = {name: words.format(known[name]) for name, words in WORDS.items() if name in known}
+    if first is not None and first != second and TWO_EXPERTS & known.keys():
+        said["guidance_scale"] += " on transformer"
+    return ", ".join(said.values())
+
+
+def _is_value(value: object) -> TypeGuard[Value]:
+    return isinstance(value, (int, float, str)) and not isinstance(value, bool)
+
+
+def _in_order(settings: Mapping[Setting, Stated]) -> dict[Setting, Stated]:
+    return {name: settings[name] for name in WORDS if name in settings}
+
+
+# Who says what ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What is said for one component; None for all of them."""
+
+    component: str | None
+    settings: Mapping[Setting, Stated]
+    remark: str | None = None
+
+
+def _of_loras(checkpoint: Checkpoint, matchings: Sequence[Matching]) -> Iterator[_Said]:
+    for matching in matchings:
+        assignment = matching.assignment
+        if assignment.strength > 0:
+            sampling = sampling_of(assignment.adapter, checkpoint.family)
+            is_first = assignment.component.name == checkpoint.components[0].name
+            settings = sampling.settings if is_first else _of_second(sampling.settings)
+            yield _Said(assignment.component.name, settings, sampling.remark)
+
+
+def _of_second(settings: Mapping[Setting, Stated]) -> dict[Setting, Stated]:
+    """The same for the second expert, whose guidance is a setting of its own."""
+    return {"guidance_scale_2" if n == "guidance_scale" else n: stated for n, stated in settings.items()}
+
+
+def _of_earlier(checkpoint: Checkpoint) -> Iterator[_Said]:
+    """What the marker of a base that is fused already says: its notes, and the names of its LoRAs."""
+    if checkpoint.marker is None:
+        return
+    noted = checkpoint.marker.serving
+    values = {name: read_setting(name, noted.get(name)) for name in WORDS}
+    origin = "in fused.json of the base"
+    yield _Said(None, {n: Stated(v, "base", origin) for n, v in values.items() if v is not None})
+    for lora in checkpoint.marker.loras:
+        steps = steps_in(lora.name)
+        if steps is not None and lora.strength > 0:
+            yield _Said(lora.component, {"num_inference_steps": by_name(steps, lora.name)})
+
+
+def _of_base(checkpoint: Checkpoint, pipeline: Path | None) -> dict[Setting, Stated]:
+    """What the files beside the weights say, and else what is published for the model."""
+    found = dict(_of_model(checkpoint))
+    if pipeline is None and checkpoint.container == "pipeline":
+        pipeline = checkpoint.root
+    if pipeline is not None:
+        found.update(_of_file(pipeline, "scheduler/scheduler_config.json", "flow_shift"))
+        if len(checkpoint.components) > 1:
+            found.update(_of_file(pipeline, "model_index.json", "boundary_ratio"))
+    return found
+
+
+def _of_model(checkpoint: Checkpoint) -> Iterator[tuple[Setting, Stated]]:
+    family, n_experts = checkpoint.family, len(checkpoint.components)
+    if family is not None and n_experts > 1:
+        for model in family.models_of(checkpoint.components[0].model_shapes(), n_experts):
+            if model in family.boundary_ratios:
+                ratio = family.boundary_ratios[model]
+                yield "boundary_ratio", Stated(ratio, "family", f"published for {model}")
+
+
+def _of_file(pipeline: Path, file: str, name: Setting) -> Iterator[tuple[Setting, Stated]]:
+    try:
+        document = read_json(pipeline / file)
+    except FormatError:  # absent, or broken, which is no matter: it is only copied
+        return
+    value = read_setting(name, document.get(name))
+    if value is not None:
+        yield name, Stated(value, "base", f"in {file}")
+
+
+# Together --------------------------------------------------------------------------------------------
+
+
+def _agreed(
+    said: Sequence[_Said], components: Sequence[str]
+) -> tuple[dict[Setting, Stated], tuple[Notice, ...]]:
+    """What nobody contradicts and, if the experts share it, is said for both; notices about the rest."""
+    agreed: dict[Setting, Stated] = {}
+    notices: list[Notice] = []
+    one_sided: dict[Setting, Stated] = {}
+    for name in WORDS:
+        speakers = [one for one in said if name in one.settings]
+        values = {one.settings[name].value: one.settings[name] for one in reversed(speakers)}
+        if len(values) > 1:
+            notices.append(_disagreement(name, list(values.values())[::-1]))
+        elif speakers:
+            lacking = _lacking(speakers, components) if name in SHARED else ()
+            (one_sided if lacking else agreed)[name] = speakers[0].settings[name]
+    if "num_inference_steps" in one_sided:
+        speakers = [one for one in said if "num_inference_steps" in one.settings]
+        notices.append(_one_sided(one_sided, _lacking(speakers, components)))
+    return agreed, tuple(notices)
+
+
+def _lacking(speakers: Sequence[_Said], components: Sequence[str]) -> tuple[str, ...]:
+    """The components for which none of them speaks."""
+    spoken = {one.component for one in speakers}
+    return () if None in spoken else tuple(name for name in components if name not in spoken)
+
+
+def _disagreement(name: Setting, values: Sequence[Stated]) -> Notice:
+    said = " and ".join(f"{sentence({name: stated.value})} ({stated.origin})" for stated in values)
+    facts = {"setting": name, "values": [stated.value for stated in values]}
+    return Notice("serving_disagrees", f"how to sample is stated as {said}; none is noted for serving", facts)
+
+
+def _one_sided(settings: Mapping[Setting, Stated], lacking: Sequence[str]) -> Notice:
+    values = {name: stated.value for name, stated in settings.items()}
+    origins = " and ".join(dict.fromkeys(stated.origin for stated in settings.values()))
+    text = (
+        f"only one expert gets a LoRA that is sampled with {sentence(values)} ({origins}); "
+        f"nothing says so of {' and '.join(lacking)}, so it is not noted for serving"
+    )
+    return Notice("serving_one_sided", text, {"settings": values, "components": list(lacking)})
