@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from fuselora import marker
-from fuselora.checkpoint import WEIGHT_SUFFIXES
 from fuselora.content import check_unchanged
 from fuselora.engine.kernel import Kernel, Lost, choose
 from fuselora.engine.settings import exact_settings
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from fuselora.progress import Progress
 
 Advance = Callable[[int], None]
-# of a component's folder, these never come along as side files
-COMPONENT_ENDINGS = (*WEIGHT_SUFFIXES, ".index.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +77,17 @@ class _Build:
         return Built(self.stage.out, marker.decode(content), notices, kept)
 
     def side_files(self) -> tuple[SideFile, ...]:
-        """What the base holds beside the weights, less what is written anew or was left out on purpose."""
-        checkpoint = self.plan.checkpoint
-        if checkpoint.container == "file" or self.plan.request.assets == "skip":
+        """What there is beside the weights, less what is written anew or was left out on purpose."""
+        rest = self.plan.rest
+        if rest.root.is_file() or self.plan.request.assets == "skip":
             return ()
-        folders = {str(component.folder) for component in checkpoint.components}
         edited = {str(path) for path in self.plan.edited}
         loras = {m.assignment.adapter.location.path.resolve() for m in self.plan.matchings}
 
         def exclude(path: str) -> bool:
-            folder, _, name = path.rpartition("/")
-            weights = name.endswith(COMPONENT_ENDINGS) or ".safetensors.index." in name
-            if path in edited or (checkpoint.root / path).resolve() in loras:
-                return True
-            return (folder or ".") in folders and weights
+            return path in edited or (rest.root / path).resolve() in loras or not rest.takes_along(path)
 
-        return assets.survey(checkpoint.root, exclude=exclude)
+        return assets.survey(rest.root, exclude=exclude)
 
     def missing_bytes(self, side_bytes: int) -> int:
         """Bytes still to be written: shards that an earlier run finished are there already."""

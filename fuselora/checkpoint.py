@@ -16,6 +16,9 @@ from typing import Literal, NoReturn
 from fuselora.errors import CheckpointError, InputError
 from fuselora.families import FAMILIES, Family, Layout
 from fuselora.fields import NOT_IN_PATHS
+from fuselora.filenames import is_loadable as is_loadable
+from fuselora.filenames import is_model_file
+from fuselora.filenames import is_weight_file as is_weight_file
 from fuselora.header import Header, TensorInfo, read_header
 from fuselora.jsonfile import read_json
 from fuselora.marker import FINGERPRINT_KEY, Marker, read_marker
@@ -23,8 +26,6 @@ from fuselora.reading import reading
 
 Container = Literal["pipeline", "experts", "component", "file"]
 INDEX_SUFFIX = ".safetensors.index.json"
-# Not .pth: a native Wan folder keeps its text encoder and VAE as such beside the model.
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".ckpt", ".gguf")
 KEY_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.", "")
 PIPELINE_COMPONENTS = ("transformer", "transformer_2", "unet")
 NATIVE_EXPERTS = {"transformer": "high_noise_model", "transformer_2": "low_noise_model"}
@@ -88,6 +89,11 @@ class Checkpoint:
     def component(self, name: str) -> Component | None:
         return next((c for c in self.components if c.name == name), None)
 
+    def takes_along(self, path: str) -> bool:
+        """Whether the file at ``path`` comes along as it is: all but weights and indexes of components."""
+        folder, _, name = path.rpartition("/")
+        return (folder or ".") not in {str(c.folder) for c in self.components} or not is_loadable(name)
+
     @property
     def is_fused(self) -> bool:
         return self.marker is not None or any(c.is_fused for c in self.components)
@@ -135,11 +141,6 @@ def _refuse_unrecordable(root: Path, component: Component) -> None:
         if NOT_IN_PATHS.search(str(path)):
             where = root if root.is_file() else root / path
             _fault(where, "has a name that fused.json cannot record", hint="Rename it.")
-
-
-def is_weight_file(name: str) -> bool:
-    """Whether a loader could take a file of this name for weights."""
-    return name.endswith(WEIGHT_SUFFIXES)
 
 
 def _marker_of(root: Path) -> Marker | None:
@@ -196,7 +197,7 @@ def _folder_component(root: Path, name: str, folder: Path, variant: str | None) 
     relative = PurePosixPath(folder.relative_to(root).as_posix())
     config = folder / "config.json"
     used = {shard.path.name for shard in shards}
-    strays = [p.name for p in sorted(folder.iterdir()) if is_weight_file(p.name) and p.name not in used]
+    strays = [p.name for p in sorted(folder.iterdir()) if is_model_file(p.name) and p.name not in used]
     return Component(
         name=name,
         role="single",
@@ -287,9 +288,7 @@ def _whole_set(names: Sequence[str]) -> bool:
 
 def _no_weights(folder: Path, variant: str | None) -> NoReturn:
     what = f"{variant} weights" if variant else "safetensors weights"
-    others = sorted(
-        p.name for p in folder.iterdir() if is_weight_file(p.name) or p.name == "fuselora.journal"
-    )
+    others = sorted(p.name for p in folder.iterdir() if is_model_file(p.name) or p.name == "fuselora.journal")
     hint = f"It holds {', '.join(others[:4])}." if others else None
     _fault(folder, f"holds no {what}", hint=hint)
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional, cast
 
 import typer
+from typer.core import TyperGroup
 
 from fuselora import __version__
 from fuselora.errors import FuseloraError, UsageError
@@ -19,11 +20,39 @@ from fuselora.specs import SHORT_NAMES, LoraSpec, Request, parse_alpha, parse_lo
 if TYPE_CHECKING:
     from types import FrameType
 
+    from typer._click.core import Context
+    from typer._click.exceptions import UsageError as ClickUsageError
+
     from fuselora.report import Reporter
 
 SHORT_TABLE = "\b\nShort names for --base:\n" + "\n".join(f"  {k:12} {v}" for k, v in SHORT_NAMES.items())
+# click's, whichever copy of click typer brings along
+USAGE_ERROR = cast("type[ClickUsageError]", typer.BadParameter.__mro__[1])
+
+
+class Commands(TyperGroup):
+    """With ``--json`` what cannot be read of a command line is a JSON document on stdout too."""
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        """Note whether JSON was asked for, whatever else the arguments say."""
+        ctx.meta["json"] = "--json" in args
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Context) -> object:
+        """Run the command. Raises ``typer.Exit`` with 2 for one that cannot be read."""
+        try:
+            return super().invoke(ctx)
+        except USAGE_ERROR as error:
+            if not ctx.meta["json"]:
+                raise
+            with _reporting(json=True):
+                hint = "--help after the command lists what it takes."
+                raise UsageError(error.format_message(), hint=hint) from None
+
+
 app = typer.Typer(
     name="fuselora",
+    cls=Commands,
     help="Fuse distilled LoRAs into diffusion-transformer checkpoints, offline.",
     epilog=SHORT_TABLE,
     no_args_is_help=True,
@@ -48,6 +77,12 @@ class KernelChoice(str, Enum):
 
     auto = "auto"
     reference = "reference"
+
+
+class LayoutChoice(str, Enum):
+    """``--layout``."""
+
+    diffusers = "diffusers"
 
 
 class AssetsChoice(str, Enum):
@@ -87,6 +122,18 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an OUT tha
 Restart = Annotated[bool, typer.Option("--restart", help="Forget a partial run.")]
 Digest = Annotated[bool, typer.Option("--digest/--no-digest", help="sha256 of inputs and outputs.")]
 Revision = Annotated[Optional[str], typer.Option(help="Hub revision of the base.")]  # noqa: UP045
+Layout = Annotated[
+    Optional[LayoutChoice],  # noqa: UP045
+    typer.Option(help="Write a native base as a diffusers pipeline; needs --skeleton."),
+]
+Skeleton = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(metavar="DIR", help="The diffusers pipeline (or Hub id) that gives configs and all else."),
+]
+Asked = Annotated[
+    list[str],
+    typer.Option(metavar="FILE", help="Would serving it fuse it twice? File or adapter folder; repeatable."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Result or refusal as one JSON document on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no warnings.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Every place that was matched.")]
@@ -120,6 +167,8 @@ def merge(
     dtype: Dtype = DtypeChoice.keep,
     uniform: Uniform = False,
     variant: Variant = None,
+    layout: Layout = None,
+    skeleton: Skeleton = None,
     alpha: Alpha = [],  # noqa: B006
     allow_unmatched: Unmatched = [],  # noqa: B006
     strict: Strict = False,
@@ -144,6 +193,7 @@ def merge(
             variant=variant, alphas=tuple(map(parse_alpha, alpha)), allow_unmatched=tuple(allow_unmatched),
             strict=strict, stack=stack, kernel=kernel.value, jobs=jobs, assets=assets.value,
             overwrite=overwrite, restart=restart, digest=digest, revision=revision,
+            layout=layout.value if layout else None, skeleton=skeleton,
         )  # fmt: skip
         reporter.merged(merge_request(asked, reporter))
 
@@ -157,6 +207,8 @@ def plan(
     dtype: Dtype = DtypeChoice.keep,
     uniform: Uniform = False,
     variant: Variant = None,
+    layout: Layout = None,
+    skeleton: Skeleton = None,
     alpha: Alpha = [],  # noqa: B006
     allow_unmatched: Unmatched = [],  # noqa: B006
     strict: Strict = False,
@@ -176,6 +228,7 @@ def plan(
             base=base, loras=_specs(lora or [], high, low), dtype=dtype.value, uniform=uniform,
             variant=variant, alphas=tuple(map(parse_alpha, alpha)), allow_unmatched=tuple(allow_unmatched),
             strict=strict, stack=stack, kernel=kernel.value, content=content, revision=revision,
+            layout=layout.value if layout else None, skeleton=skeleton,
         )  # fmt: skip
         reporter.plan(plan_request(asked, reporter))
 
@@ -196,7 +249,11 @@ def inspect(
 def verify(
     out: Annotated[Path, typer.Argument(help="A fused folder.")],
     base: Annotated[Optional[str], typer.Option(help="The base it was made from.")] = None,  # noqa: UP045
-    lora: Annotated[list[Path], typer.Option(metavar="FILE", help="The LoRA files; repeatable.")] = [],  # noqa: B006
+    lora: Annotated[list[str], typer.Option(metavar="FILE", help="The LoRA files; repeatable.")] = [],  # noqa: B006
+    skeleton: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="DIR", help="The skeleton of a converted one: compare the rest with it."),
+    ] = None,
     load: Annotated[bool, typer.Option("--load", help="Load it with diffusers as well.")] = False,
     revision: Revision = None,
     json: Json = False,
@@ -206,23 +263,29 @@ def verify(
     with _reporting(json=json, quiet=quiet) as reporter:
         from fuselora.verify import verify as verify_folder
 
-        report = verify_folder(out, base=base, loras=lora, load=load, revision=revision, progress=reporter)
+        report = verify_folder(
+            out, base=base, loras=lora, skeleton=skeleton, load=load, revision=revision, progress=reporter
+        )
         reporter.verified(out, report)
         _exit_unless(report.ok)
 
 
 @app.command()
 def check(
-    out: Annotated[Path, typer.Argument(help="A folder that should be fused.")],
-    lora: Annotated[list[Path], typer.Option(metavar="FILE", help="Would serving FILE fuse it twice?")] = [],  # noqa: B006
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that should be fused.")],
+    lora: Asked = [],  # noqa: B006
     digest: Annotated[bool, typer.Option("--digest", help="Read every byte again.")] = False,
     json: Json = False,
 ) -> None:
-    """Preflight for CI and serving: is it fused, whole, and with what."""
-    with _reporting(json=json) as reporter:
-        from fuselora.marker import check as check_folder
+    """Preflight for CI and container start: fused, whole, and with what?
 
-        report = check_folder(out, loras=lora, digest=digest)
+    Exit code: 0 if it is fused and whole and none of the LoRAs is in it, 1 if not, 2 for usage.
+    """
+    with _reporting(json=json) as reporter:
+        from fuselora.integrity import check as check_folder
+        from fuselora.preflight import lora_paths
+
+        report = check_folder(out, loras=lora_paths(lora), digest=digest)
         reporter.checked(out, report)
         _exit_unless(report.ok)
 

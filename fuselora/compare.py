@@ -61,16 +61,18 @@ def compare_component(
     keeps_float32: Callable[[str], bool],
     deltas: Mapping[str, Sequence[Delta]],
     progress: Progress,
+    base_key: Callable[[str], str] = str,
 ) -> tuple[ComponentReport | None, list[Finding]]:
     """Recompute one component; no report if its files cannot be read, or hold other tensors than ``base``.
 
-    ``keeps_float32`` says of a tensor's own name whether the model class keeps it in float32.
+    ``keeps_float32`` says of a tensor's own name whether the model class keeps it in float32, and
+    ``base_key`` what a tensor of ``out`` is called in ``base``.
     """
     try:
         shards = [read_header(out / file.path) for file in record.files]
     except InputError as error:
         return None, [Finding("not-compared", record.name, None, error.message)]
-    run = _Comparison(out, record, base, keeps_float32, deltas, _placed(shards))
+    run = _Comparison(out, record, base, keeps_float32, deltas, _placed(shards, base_key))
     findings = [*_index_findings(out, record, shards), *run.name_findings()]
     if any(finding.code == "another-base" for finding in findings):
         return None, findings
@@ -121,10 +123,10 @@ class _Comparison:
             if key not in self.placed:
                 findings.append(Finding("tensor", name, key, "is missing: the base has it"))
             elif key not in base:
-                findings.append(Finding("tensor", self._file(key), key, "is not in the base"))
+                findings.append(self._wrong("tensor", key, "is not in the base"))
             elif self.placed[key].tensor.shape != base[key].shape:
                 shapes = f"{list(self.placed[key].tensor.shape)}, in the base {list(base[key].shape)}"
-                findings.append(Finding("tensor", self._file(key), key, f"has the shape {shapes}"))
+                findings.append(self._wrong("tensor", key, f"has the shape {shapes}"))
         if 2 * len(findings) > len(base):
             text = f"has other tensors than the base given: {len(findings)}, such as {findings[0].tensor}"
             return [Finding("another-base", name, None, text)]
@@ -142,7 +144,7 @@ class _Comparison:
             free = key in floats and (uniform or not self.keeps_float32(key[len(self.base.prefix) :]))
             if after not in ({wanted} if free and cast else {before, wanted} if free else {before}):
                 text = f"is {after}, in the base {before}; {FILE_NAME} says {wanted}"
-                yield Finding("dtype", self._file(key), key, text)
+                yield self._wrong("dtype", key, text)
 
     def count_findings(self) -> Iterator[Finding]:
         """The marker's own numbers of tensors."""
@@ -177,7 +179,7 @@ class _Comparison:
             return _Verdict("copied", None if same else wrong)
         from fuselora.exact import measure
 
-        base, out = Stored(shard.path, key), Stored(placed.header.path, key)
+        base, out = Stored(shard.path, key), Stored(placed.header.path, placed.tensor.name)
         distance = measure(base, out, self.deltas.get(key, ()), advance)
         if key in self.deltas:
             return _Verdict("fused", self._fused_fault(key, distance), distance)
@@ -196,10 +198,9 @@ class _Comparison:
         return None
 
     def _wrong(self, code: str, key: str, message: str) -> Finding:
-        return Finding(code, self._file(key), key, message)
-
-    def _file(self, key: str) -> str:
-        return self.placed[key].header.path.relative_to(self.out).as_posix()
+        placed = self.placed[key]
+        file = placed.header.path.relative_to(self.out).as_posix()
+        return Finding(code, file, placed.tensor.name, message)
 
     def _may_be_cast(self, tensor: TensorInfo) -> bool:
         return tensor.dtype in FUSABLE and tensor.name.startswith(self.base.prefix)
@@ -222,8 +223,9 @@ def _tensor_bytes(base: Component) -> int:
     return sum(tensor.n_bytes for tensor in base.tensors().values())
 
 
-def _placed(shards: Iterable[Header]) -> dict[str, _Placed]:
-    return {tensor.name: _Placed(shard, tensor) for shard in shards for tensor in shard.tensors}
+def _placed(shards: Iterable[Header], base_key: Callable[[str], str]) -> dict[str, _Placed]:
+    """The tensors of OUT by what the base calls them."""
+    return {base_key(tensor.name): _Placed(shard, tensor) for shard in shards for tensor in shard.tensors}
 
 
 def _index_findings(out: Path, record: ComponentRecord, shards: Sequence[Header]) -> Iterator[Finding]:

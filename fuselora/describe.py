@@ -25,12 +25,14 @@ from fuselora.header import read_header
 from fuselora.integrity import check
 from fuselora.lora.adapter import open_adapter
 from fuselora.lora.grammar import LEAVES, UNFUSED, parse_key, spellings, unfused_kind
+from fuselora.lora.sampling import sampling_of
 from fuselora.lora.scale import BadAlpha, config_of_metadata, resolve_alpha
-from fuselora.marker import FILE_NAME, FINGERPRINT_KEY, read_marker
+from fuselora.marker import COMPONENT_KEY, FILE_NAME, FINGERPRINT_KEY, read_marker
 from fuselora.match import plain_name
 from fuselora.record import dtype_name
 from fuselora.resolve import resolve_base, resolve_lora
 from fuselora.selection import ADAPTER_CONFIG, ADAPTER_WEIGHTS, variants
+from fuselora.serving_notes import notes_of
 from fuselora.specs import LoraSpec
 from fuselora.targets import FIRST, expert_in_name, key_owners, named_component
 
@@ -190,6 +192,7 @@ def _lora(path: Path) -> LoraDescription:
         metadata=header.metadata,
         unfused=unfused,
         faults=(*adapter.faults, *alpha_faults),
+        serving=notes_of(sampling_of(adapter, names.family)),
     )
 
 
@@ -369,16 +372,18 @@ def _dtypes(tensors: Iterable[TensorInfo]) -> Mapping[str, int]:
 def _fused(path: Path, checkpoint: Checkpoint) -> Fused | None:
     """What shards carry, and the marker of the folder that they lie in or were written to."""
     shards = (shard for component in checkpoint.components for shard in component.shards)
-    carried = {shard.metadata[FINGERPRINT_KEY] for shard in shards if FINGERPRINT_KEY in shard.metadata}
+    said = [shard.metadata for shard in shards if FINGERPRINT_KEY in shard.metadata]
+    carried = {metadata[FINGERPRINT_KEY] for metadata in said}
+    parts = tuple(sorted({metadata[COMPONENT_KEY] for metadata in said if COMPONENT_KEY in metadata}))
     if checkpoint.marker is not None:
         carried.add(checkpoint.marker.fingerprint)
     if not carried:
         return None
     found = _marker_above(path, carried)
     if found is None:
-        return Fused(tuple(sorted(carried)), None, ())
+        return Fused(tuple(sorted(carried)), None, (), parts)
     home, marker = found
-    return Fused(tuple(sorted(carried)), home / FILE_NAME, _loras_in(marker, home, path))
+    return Fused(tuple(sorted(carried)), home / FILE_NAME, _loras_in(marker, home, path), parts)
 
 
 def _marker_above(path: Path, fingerprints: set[str]) -> tuple[Path, Marker] | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fuselora.marker import FILE_NAME
+from fuselora.serving_notes import NOTHING, ServingNotes, sentence
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 Row = tuple[str, str]
 # What only reading the LoRA's data could tell.
 PENDING = ("finite values", "all-zero modules")
+# fields of a marker that its description repeats
+REPEATED = ("created", "tool", "base", "layout", "skeleton", "serving", "policy", "warnings")
 CUT = 100
 SHOWN = 6
 SOURCES: Mapping[AlphaSource, str] = {
@@ -119,7 +122,7 @@ class LoraDescription:
 
     Counts are of modules, except ``unfused`` and ``n_tensors``; ``dtypes`` maps to bytes.
     ``named_experts`` (in its name) and ``named_components`` (in its keys) are hints. ``places`` are
-    module names without prefix, the first number starred.
+    module names without prefix, the first number starred. ``serving`` is what it says by itself.
     """
 
     path: Path
@@ -142,6 +145,7 @@ class LoraDescription:
     metadata: Mapping[str, str]
     unfused: Mapping[str, int]
     faults: tuple[Fault, ...]
+    serving: ServingNotes = NOTHING
 
     @property
     def title(self) -> str:
@@ -168,6 +172,7 @@ class LoraDescription:
             "bytes": self.n_bytes,
             "expert": {"name": list(self.named_experts), "keys": list(self.named_components)},
             "metadata": dict(self.metadata),
+            "serving": self.serving.document() or None,
             "unfused": dict(self.unfused),
             "faults": [{"kind": f.kind, "message": f.message, "key": f.key} for f in self.faults],
             "pending": list(PENDING),
@@ -181,6 +186,7 @@ class LoraDescription:
             ("tensors", f"{self.n_tensors}, {_dtypes(self.dtypes)}"),
             ("file", f"{self.file}, {_bytes(self.n_bytes)}"),
             *self._expert_rows(),
+            *(("to serve", reason) for reason in self.serving.reasons()),
             *((f"metadata {key}", cut(value)) for key, value in self.metadata.items()),
             *_fault_rows(self.faults, self.unfused),
             ("not read", ", ".join(PENDING)),
@@ -212,7 +218,7 @@ class LoraDescription:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """What fused shards say: their fingerprints, and the LoRAs of the marker that belongs to them.
+    """What fused shards say: their fingerprints and components, and the LoRAs of the marker of these.
 
     ``marker`` is its path, None where none was found.
     """
@@ -220,10 +226,12 @@ class Fused:
     fingerprints: tuple[str, ...]
     marker: Path | None
     loras: tuple[LoraRecord, ...]
+    components: tuple[str, ...] = ()
 
     def document(self) -> dict[str, object]:
         return {
             "fingerprints": list(self.fingerprints),
+            "components": list(self.components),
             "marker": str(self.marker) if self.marker else None,
             "loras": [_lora_document(lora) for lora in self.loras],
         }
@@ -231,6 +239,8 @@ class Fused:
     def rows(self) -> Iterator[Row]:
         for fingerprint in self.fingerprints:
             yield "already fused", fingerprint
+        if self.components:
+            yield "a part of", ", ".join(self.components)
         yield from (("fused with", _lora_text(lora)) for lora in self.loras)
         if self.marker is None:
             yield "fused with", f"unknown: there is no {FILE_NAME} beside it"
@@ -383,7 +393,7 @@ class FusedDescription:
             "fingerprint": self.marker.fingerprint,
             "artifact": self.marker.artifact,
             "stacked_on": self.marker.stacked_on,
-            **{name: raw.get(name) for name in ("created", "tool", "base", "serving", "policy", "warnings")},
+            **{name: raw.get(name) for name in REPEATED},
             "components": [_record_document(part) for part in self.marker.components.values()],
             "loras": [_lora_document(lora) for lora in self.marker.loras],
             "findings": self.report.document()["findings"],
@@ -404,6 +414,10 @@ class FusedDescription:
         if isinstance(base, dict):
             names = ("source", "revision", "family", "layout", "pipeline_class")
             yield "base", ", ".join(str(base[name]) for name in names if base.get(name))
+        skeleton = self.marker.raw.get("skeleton")
+        if self.marker.layout:
+            rest = f", the rest from {skeleton.get('source')}" if isinstance(skeleton, dict) else ""
+            yield "converted", f"to {self.marker.layout} names{rest}"
         if self.marker.stacked_on:
             yield "stacked on", self.marker.stacked_on
 
@@ -418,9 +432,8 @@ class FusedDescription:
             )
 
     def _serving_rows(self) -> Iterator[Row]:
-        serving = self.marker.raw.get("serving")
-        if isinstance(serving, dict):
-            yield "serving", cut(", ".join(f"{name} {value}" for name, value in serving.items()))
+        if known := sentence(self.marker.serving):
+            yield "to serve", cut(known)
 
 
 Description = LoraDescription | CheckpointDescription | FusedDescription

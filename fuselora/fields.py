@@ -56,7 +56,7 @@ class Fields:
         value = self.text(name)
         parts = set(value.split("/"))
         if NOT_IN_PATHS.search(value) or parts & {"", ".", ".."}:
-            self.refuse(name, "a plain relative path inside the folder")
+            self.refuse(name, "a plain relative path inside the folder", reason="path")
         return value
 
     def count(self, name: str) -> int:
@@ -88,13 +88,15 @@ class Fields:
             self.refuse(name, "an object with one or more entries")
         return {key: self._child(f"{name}.{short(key)[1:-1]}", item) for key, item in value.items()}
 
-    def refuse(self, name: str, words: str) -> NoReturn:
+    def refuse(self, name: str, words: str, *, reason: str | None = None) -> NoReturn:
         value = self.values.get(name)
-        self.fail(name, f"must be {words}, not {short(value)}" if name in self.values else "is missing")
+        what = f"must be {words}, not {short(value)}" if name in self.values else "is missing"
+        self.fail(name, what, reason=reason)
 
-    def fail(self, name: str, what: str, hint: str = HINT) -> NoReturn:
+    def fail(self, name: str, what: str, hint: str = HINT, *, reason: str | None = None) -> NoReturn:
         place = self._at(name)
-        broken(self.source, f"{place} {what}", hint, field=place)
+        facts = {"field": place, "reason": reason} if reason else {"field": place}
+        broken(self.source, f"{place} {what}", hint, **facts)
 
     def _at(self, name: str) -> str:
         return f"{self.place}.{name}" if self.place else name

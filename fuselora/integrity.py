@@ -5,117 +5,35 @@ from __future__ import annotations
 import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, cast, get_args
 
+from fuselora.check_report import CheckReport, Code, Finding, LoraOutcome
 from fuselora.digest import artifact_digest, content_sha256, sha256_file, tagged
 from fuselora.errors import InputError, MarkerError
 from fuselora.header import read_header
 from fuselora.marker import (
+    COMPONENT_KEY,
     FILE_NAME,
     FINGERPRINT_KEY,
     JOURNAL_NAME,
-    UNFINISHED,
     FileRecord,
-    LoraRecord,
     Marker,
     read_marker,
 )
+from fuselora.reading import reading
+from fuselora.selection import adapter_weights
+from fuselora.strays import stray_findings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-Code = Literal[
-    "no-marker",  # there is no fused.json
-    "unfinished",  # a journal and no fused.json: the run that writes the folder has not ended
-    "marker",  # fused.json is broken, or contradicts itself
-    "artifact",  # the identity in fused.json is not that of the digests in it
-    "no-digests",  # digests were asked for, and fused.json was written without them
-    "missing",  # a listed file is absent
-    "unreadable",  # a listed file is not a regular file, or cannot be read
-    "outside",  # a link leaves the folder
-    "size",  # a file is shorter or longer than recorded
-    "header",  # a shard is not valid safetensors, or its header is not the recorded one
-    "fingerprint",  # a shard says it belongs to another fusion, or to none
-    "content",  # a file's sha256 is not the recorded one
-    "stray",  # a weight file or index beside a component's own that fused.json does not list
-]
-SMALL_BYTES = 16 << 20  # side files below this are read and compared even without ``digest``
-WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".safetensors.index.json", ".bin.index.json")
+__all__ = ["SMALL_BYTES", "CheckReport", "Finding", "LoraOutcome", "check", "lora_outcomes"]
 
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that does not hold; ``path`` is relative to the folder."""
-
-    code: Code
-    path: str
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class LoraOutcome:
-    """A LoRA file that was asked about; ``records`` are the marker's entries with the same content."""
-
-    path: Path
-    content_sha256: str
-    records: tuple[LoraRecord, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CheckReport:
-    """What ``check`` found.
-
-    ``fused`` says that the folder has a marker, or shards that carry a fingerprint; ``artifact`` is
-    the identity of the bytes read, None unless every file was digested.
-    """
-
-    fused: bool
-    marker: Marker | None
-    findings: tuple[Finding, ...]
-    loras: tuple[LoraOutcome, ...] = ()
-    artifact: str | None = None
-
-    @property
-    def whole(self) -> bool:
-        """There is a marker, and everything it says holds."""
-        return self.marker is not None and not self.findings
-
-    @property
-    def already_fused(self) -> tuple[LoraRecord, ...]:
-        """The marker's entries that the LoRAs asked about would fuse a second time."""
-        return tuple(record for outcome in self.loras for record in outcome.records)
-
-    @property
-    def ok(self) -> bool:
-        """Fused, whole, and with none of the LoRAs asked about."""
-        return self.fused and self.whole and not self.already_fused
-
-    def lines(self, folder: Path) -> Iterator[str]:
-        """The report as text: the state of ``folder``, what does not hold, and what is fused in it."""
-        state = "fused and whole" if self.whole else "fused, but not whole" if self.fused else "not fused"
-        yield f"{folder}: {state}"
-        for finding in self.findings:
-            yield f"  {finding.path}: {finding.message}"
-        for record in self.marker.loras if self.marker else ():
-            yield f"  holds {record.name} on {record.component}, strength {record.strength:g}"
-        for outcome in self.loras:
-            yield f"  {outcome.path}: {'fused already' if outcome.records else 'not in it'}"
-
-    def document(self) -> dict[str, object]:
-        """The report as JSON data."""
-        return {
-            "ok": self.ok,
-            "fused": self.fused,
-            "whole": self.whole,
-            "fingerprint": self.marker and self.marker.fingerprint,
-            "artifact": self.marker and self.marker.artifact,
-            "artifact_on_disk": self.artifact,
-            "findings": [{"code": f.code, "path": f.path, "message": f.message} for f in self.findings],
-            "loras": [_outcome_document(outcome) for outcome in self.loras],
-        }
+SMALL_BYTES = 64 << 20  # side files below this, tokenizers too, are read and compared even without ``digest``
 
 
 def check(folder: Path | str, *, loras: Sequence[Path] = (), digest: bool = False) -> CheckReport:
@@ -123,86 +41,106 @@ def check(folder: Path | str, *, loras: Sequence[Path] = (), digest: bool = Fals
 
     ``digest`` reads every listed file. Each of ``loras`` is compared by content, so a renamed or
     re-saved file is recognised. What does not hold is a finding, a broken marker too; raises
-    ``InputError`` if ``folder`` is not a folder or one of ``loras`` is not safetensors.
+    ``InputError`` if ``folder`` is not a folder or one of ``loras`` is neither a safetensors file nor
+    an adapter folder.
     """
     folder = Path(folder)
     try:
         marker = read_marker(folder)
     except MarkerError as error:
-        code: Code = "unfinished" if error.facts.get("reason") == UNFINISHED else "marker"
-        name = JOURNAL_NAME if code == "unfinished" else FILE_NAME
-        return _unmarked(folder, Finding(code, name, error.message), loras)
+        return _unmarked(folder, _marker_finding(error), loras)
+    except InputError as error:
+        error.hint = _hint_about_file(folder) or error.hint
+        raise
     if marker is None:
-        return _unmarked(folder, Finding("no-marker", FILE_NAME, "there is no fused.json"), loras)
+        return _unmarked(folder, Finding("no-marker", FILE_NAME, "is not there"), loras)
     examined = _examine_all(folder, marker, digest=digest)
     findings = [
         *_link_findings(folder, FILE_NAME),
-        *_marker_findings(marker, digest=digest),
+        *_own_findings(marker, digest=digest),
         *(finding for one in examined for finding in one.findings),
-        *_stray_findings(folder, marker),
+        *stray_findings(folder, marker),
     ]
     outcomes = lora_outcomes(marker, loras)
     return CheckReport(True, marker, tuple(findings), outcomes, _artifact(marker, examined))
 
 
-def _outcome_document(outcome: LoraOutcome) -> dict[str, object]:
-    return {
-        "path": str(outcome.path),
-        "content_sha256": outcome.content_sha256,
-        "already_fused": [
-            {"name": record.name, "component": record.component, "strength": record.strength}
-            for record in outcome.records
-        ],
-    }
-
-
 def lora_outcomes(marker: Marker | None, loras: Iterable[Path]) -> tuple[LoraOutcome, ...]:
-    """For each LoRA file, the marker's entries with its content. Raises ``InputError``."""
+    """For each LoRA, a file or an adapter folder, the marker's entries with its content.
+
+    Raises ``InputError``.
+    """
     known = marker.loras if marker else ()
     outcomes = []
     for path in loras:
-        content = content_sha256(path)
+        content = _content_of(path)
         records = tuple(record for record in known if record.content_sha256 == content)
         outcomes.append(LoraOutcome(path, content, records))
     return tuple(outcomes)
 
 
+def _content_of(lora: Path) -> str:
+    with reading(lora):
+        if lora.is_dir():
+            lora /= adapter_weights([entry.name for entry in lora.iterdir()], str(lora))
+        return content_sha256(lora)
+
+
+def _hint_about_file(path: Path) -> str | None:
+    """Of a file that was given for a folder: whether it is a fused shard, and which folder to name."""
+    with suppress(OSError):
+        if not path.is_file():
+            return None
+    home = next((at for at in list(path.absolute().parents)[:2] if (at / FILE_NAME).exists()), None)
+    name = f"Name the folder that holds {FILE_NAME}{f', {home}' if home else ''}."
+    with suppress(InputError):
+        if fingerprint := read_header(path).metadata.get(FINGERPRINT_KEY):
+            return f"It is a shard of the fused checkpoint {fingerprint}. {name}"
+    return f"{name} What a file is, fuselora inspect says."
+
+
+def _marker_finding(error: MarkerError) -> Finding:
+    reason = error.facts.get("reason")
+    if reason == "unfinished":
+        what = f"stands without a {FILE_NAME}: the merge that writes the folder has not ended"
+        return Finding("unfinished", JOURNAL_NAME, what)
+    code = cast(Code, reason) if reason in get_args(Code) else "marker"
+    return Finding(code, FILE_NAME, error.message.removeprefix(f"{error.facts.get('path')}: "))
+
+
 def _unmarked(folder: Path, finding: Finding, loras: Iterable[Path]) -> CheckReport:
-    carriers = list(_fingerprint_carriers(folder))
-    if finding.code == "no-marker" and carriers:
-        message = f"there is no fused.json, yet {carriers[0]} carries a fingerprint: the marker was removed"
-        finding = Finding("no-marker", FILE_NAME, message)
-    return CheckReport(bool(carriers), None, (finding,), lora_outcomes(None, loras))
+    carrier = next(_fingerprint_carriers(folder), None)
+    if finding.code == "no-marker" and carrier:
+        what = f"was removed: {carrier} carries the fingerprint of a fusion"
+        finding = Finding("removed", FILE_NAME, what)
+    return CheckReport(carrier is not None, None, (finding,), lora_outcomes(None, loras))
 
 
 def _fingerprint_carriers(folder: Path) -> Iterator[str]:
     """Shards in the folder or one level down whose header says that they hold fused tensors."""
     for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*/*.safetensors")]):
-        try:
-            metadata = read_header(path).metadata
-        except InputError:
-            continue
-        if FINGERPRINT_KEY in metadata:
-            yield path.relative_to(folder).as_posix()
+        with suppress(InputError):
+            if FINGERPRINT_KEY in read_header(path).metadata:
+                yield path.relative_to(folder).as_posix()
 
 
-def _marker_findings(marker: Marker, *, digest: bool) -> Iterator[Finding]:
+def _own_findings(marker: Marker, *, digest: bool) -> Iterator[Finding]:
     """What the marker alone shows."""
     for part in marker.components.values():
         fused = sum(record.fused for record in part.files)
         if fused != part.fused:
-            what = f"{part.name} counts {part.fused} fused tensors, and its files {fused}"
+            what = f"counts {part.fused} fused tensors in {part.name}, and {fused} in its files"
             yield Finding("marker", FILE_NAME, what)
     digests = {record.path: record.sha256 for record in marker.files}
     known = [(path, sha256) for path, sha256 in digests.items() if sha256 is not None]
     if marker.artifact is None and not known:
         if digest:
-            what = "it was written without digests: contents cannot be compared"
+            what = "was written without digests: contents cannot be compared"
             yield Finding("no-digests", FILE_NAME, what)
     elif marker.artifact is None or len(known) < len(digests):
-        yield Finding("artifact", FILE_NAME, "it has some digests and lacks others")
+        yield Finding("artifact", FILE_NAME, "has some digests and lacks others")
     elif tagged(artifact_digest(known)) != marker.artifact:
-        yield Finding("artifact", FILE_NAME, "artifact is not the digest of the files listed")
+        yield Finding("artifact", FILE_NAME, "has an artifact that is not the digest of the files it lists")
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,16 +154,18 @@ class _Examined:
 
 def _examine_all(folder: Path, marker: Marker, *, digest: bool) -> list[_Examined]:
     """All listed files, in the marker's order. hashlib lets go of the interpreter, so threads help."""
+    own = [(part.name, record) for part in marker.components.values() for record in part.files]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        weights = pool.map(partial(_examine_weights, folder, marker, digest), marker.weight_files)
+        weights = pool.map(partial(_examine_weights, folder, marker, digest), own)
         side_files = pool.map(partial(_examine_side_file, folder, digest), marker.side_files)
         return [*weights, *side_files]
 
 
-def _examine_weights(folder: Path, marker: Marker, digest: bool, record: FileRecord) -> _Examined:
+def _examine_weights(folder: Path, marker: Marker, digest: bool, own: tuple[str, FileRecord]) -> _Examined:
+    component, record = own
     findings = [*_presence_findings(folder, record)]
     if not findings and record.path.endswith(".safetensors"):
-        findings += _header_findings(folder, marker, record)
+        findings += _header_findings(folder, marker, component, record)
     return _with_digest(folder, record, findings, read=digest)
 
 
@@ -241,7 +181,10 @@ def _presence_findings(folder: Path, record: FileRecord) -> Iterator[Finding]:
     except FileNotFoundError:
         yield Finding("missing", record.path, "is missing")
         return
-    except (OSError, ValueError) as error:  # ValueError: a name that this file system cannot spell
+    except OSError as error:
+        yield Finding("unreadable", record.path, f"cannot be read: {error.strerror}")
+        return
+    except ValueError as error:  # a name that this file system cannot spell
         yield Finding("unreadable", record.path, f"cannot be read: {error}")
         return
     if record.link != "symlink":
@@ -264,24 +207,30 @@ def _roots(folder: Path) -> list[Path]:
     return [real, *(parent.parent / "blobs" for parent in real.parents if parent.name == "snapshots")]
 
 
-def _header_findings(folder: Path, marker: Marker, record: FileRecord) -> Iterator[Finding]:
+def _header_findings(folder: Path, marker: Marker, component: str, record: FileRecord) -> Iterator[Finding]:
+    path = folder / record.path
     try:
-        header = read_header(folder / record.path)
+        header = read_header(path)
     except InputError as error:
-        yield Finding("header", record.path, error.message)
+        yield Finding("header", record.path, error.message.removeprefix(f"{path}: "))
         return
-    if record.header_sha256 not in (None, header.sha256):
+    owner = header.metadata.get(COMPONENT_KEY, component)
+    if record.fused and owner != component:
+        yield Finding("component", record.path, f"is a shard of {owner}, in the place of one of {component}")
+    elif record.header_sha256 not in (None, header.sha256):
         yield Finding("header", record.path, "has another header than the one recorded: another file")
-    carried = header.metadata.get(FINGERPRINT_KEY)
-    if carried == marker.fingerprint or _may_differ(marker, record, carried):
-        return
-    what = "carries no fingerprint" if carried is None else "carries the fingerprint of another fusion"
-    yield Finding("fingerprint", record.path, f"{what}: it is not the shard that was written")
+    yield from _fingerprint_findings(marker, record, header.metadata)
 
 
-def _may_differ(marker: Marker, record: FileRecord, carried: str | None) -> bool:
-    """A shard without a fused tensor keeps the base's bytes; that base may be a fused one."""
-    return record.fused == 0 and (carried is None or marker.stacked_on is not None)
+def _fingerprint_findings(
+    marker: Marker, record: FileRecord, metadata: Mapping[str, str]
+) -> Iterator[Finding]:
+    carried = metadata.get(FINGERPRINT_KEY)
+    # A shard without a fused tensor keeps the base's bytes; that base may be a fused one.
+    kept = record.fused == 0 and (carried is None or marker.stacked_on is not None)
+    if carried != marker.fingerprint and not kept:
+        what = "carries no fingerprint" if carried is None else "carries the fingerprint of another fusion"
+        yield Finding("fingerprint", record.path, f"{what}: it is not the shard that was written")
 
 
 def _with_digest(folder: Path, record: FileRecord, findings: list[Finding], *, read: bool) -> _Examined:
@@ -302,14 +251,3 @@ def _artifact(marker: Marker, examined: Iterable[_Examined]) -> str | None:
     """The identity of the bytes on disk, if all of them were read."""
     known = [(one.record.path, one.sha256) for one in examined if one.sha256 is not None]
     return tagged(artifact_digest(known)) if len(known) == len(marker.files) else None
-
-
-def _stray_findings(folder: Path, marker: Marker) -> Iterator[Finding]:
-    """Engines glob a component's folder: what lies there beside its own files may be loaded too."""
-    listed = {record.path for record in marker.files}
-    homes = {PurePosixPath(record.path).parent for record in marker.weight_files}
-    for home in sorted(homes):
-        present = (folder / home).iterdir() if (folder / home).is_dir() else ()
-        for name in sorted((home / path.name).as_posix() for path in present):
-            if name.endswith(WEIGHT_ENDINGS) and name not in listed:
-                yield Finding("stray", name, f"is a weight file that {FILE_NAME} does not list")

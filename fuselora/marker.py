@@ -1,7 +1,7 @@
 """``fused.json``, the marker of a fused folder: what it says, read and written. Standard library only.
 
 Serving engines import this module. ``python -m fuselora.marker OUT`` is the preflight that needs no
-other package. ``schema/fused-1.0.schema.json`` documents the fields one by one.
+other package (``preflight``). ``schema/fused-1.0.schema.json`` documents the fields one by one.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ import json
 import re
 import stat
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, NoReturn
 
-from fuselora.errors import FuseloraError, InputError, MarkerError
-from fuselora.fields import HEX, TAGGED, Fields, broken, parse, short
+from fuselora.digest import sha256_json, tagged
+from fuselora.errors import InputError, MarkerError
+from fuselora.fields import HEX, HINT, TAGGED, Fields, broken, parse, short
 
 if TYPE_CHECKING:
-    import argparse
-
-    from fuselora.integrity import CheckReport, Finding, LoraOutcome, check
+    from fuselora.check_report import CheckReport, Finding, LoraOutcome
+    from fuselora.integrity import check
 
 __all__ = [
-    "FILE_NAME", "FINGERPRINT_KEY", "JOURNAL_NAME", "MAX_BYTES", "SCHEMA",
+    "COMPONENT_KEY", "FILE_NAME", "FINGERPRINT_KEY", "JOURNAL_NAME", "MAX_BYTES", "SCHEMA",
     "CheckReport", "ComponentRecord", "FileRecord", "Finding", "LoraOutcome", "LoraRecord", "Marker",
     "check", "decode", "encode", "read_marker",
 ]  # fmt: skip
@@ -33,12 +33,16 @@ __all__ = [
 FILE_NAME = "fused.json"
 JOURNAL_NAME = "fuselora.journal"
 SCHEMA = "fuselora.fused/1.0"
-FINGERPRINT_KEY = "fuselora.fingerprint"  # in the __metadata__ of shards that hold a fused tensor
+# In the __metadata__ of shards that hold a fused tensor; the experts' shards are else alike.
+FINGERPRINT_KEY = "fuselora.fingerprint"
+COMPONENT_KEY = "fuselora.component"
 MAX_BYTES = 64 << 20
-SCHEMA_FORM = re.compile(r"fuselora\.fused/([0-9]+)\.[0-9]+")
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-UNFINISHED = "unfinished"
+SCHEMA_FORM = re.compile(r"fuselora\.fused/([0-9]{1,6})\.([0-9]{1,6})")
+# Not under the seal: itself, the one field that follows the clock, and what whoever serves may choose.
+UNSEALED = frozenset({"seal", "created", "policy"})
 UNFINISHED_HINT = "Run the same merge again to finish it; until then nothing should serve it."
+UPDATE_HINT = "A newer fuselora wrote it: update fuselora."
+NAME_HINT = "Name the folder that fuselora merge wrote."
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +100,28 @@ class Marker:
     raw: Mapping[str, object]
 
     @property
+    def is_newer(self) -> bool:
+        """A newer minor version than ours wrote it: it may have fields that nobody here looks at."""
+        return _minor(self.schema) > _minor(SCHEMA)
+
+    @property
     def stacked_on(self) -> str | None:
         """The fingerprint of the fused base that this one was added to."""
         earlier = self.raw.get("stacked_on")
         return earlier if isinstance(earlier, str) else None
+
+    @property
+    def layout(self) -> str | None:
+        """The layout that the base was converted to; None where names are the base's."""
+        converted = self.raw.get("layout")
+        return converted if isinstance(converted, str) else None
+
+    @property
+    def serving(self) -> Mapping[str, int | float | str]:
+        """How to sample, as far as it is noted: ``num_inference_steps``, ``guidance_scale`` ..., ``note``."""
+        noted = self.raw.get("serving")
+        entries = noted.items() if isinstance(noted, Mapping) else ()
+        return {n: v for n, v in entries if isinstance(v, (int, float, str)) and not isinstance(v, bool)}
 
     @property
     def weight_files(self) -> tuple[FileRecord, ...]:
@@ -114,19 +136,20 @@ class Marker:
 def read_marker(folder: Path | str) -> Marker | None:
     """The marker of ``folder``, or None where there is neither a marker nor a journal.
 
-    Raises ``MarkerError`` if it is broken or of an unknown major version, or if there is only a
-    journal (``facts["reason"] == "unfinished"``), and ``InputError`` if ``folder`` is not a folder.
+    Raises ``InputError`` if ``folder`` is not a folder, and ``MarkerError`` for a marker that cannot be
+    trusted, whose ``facts["reason"]`` is "unfinished" (a journal and no marker), "version" (an unknown
+    major), "path" (one that leaves the folder) or "edited" (the seal does not fit), if it is there.
     """
     folder = Path(folder)
     path = folder / FILE_NAME
     try:
         if not folder.is_dir():
-            raise InputError(f"{folder}: is not a folder", path=str(folder))
+            _refuse_no_folder(folder)
         if _exists(path):
             return decode(_bounded_bytes(path), str(path))
         if _exists(folder / JOURNAL_NAME):
             what = f"is unfinished: it has a {JOURNAL_NAME} and no {FILE_NAME}"
-            facts = {"path": str(folder), "reason": UNFINISHED}
+            facts = {"path": str(folder), "reason": "unfinished"}
             raise MarkerError(f"{folder}: {what}", hint=UNFINISHED_HINT, **facts)
     except OSError as error:
         broken(str(path), f"cannot be read: {error.strerror}")
@@ -134,7 +157,7 @@ def read_marker(folder: Path | str) -> Marker | None:
 
 
 def decode(text: bytes, source: str = FILE_NAME) -> Marker:
-    """The marker in ``text``; ``source`` names it in errors. Raises ``MarkerError``."""
+    """The marker in ``text``; ``source`` names it in errors. Raises ``MarkerError`` as ``read_marker``."""
     root = parse(text, source)
     _check_schema(root)
     marker = Marker(
@@ -147,18 +170,27 @@ def decode(text: bytes, source: str = FILE_NAME) -> Marker:
         raw=root.values,
     )
     root.text_or_none("stacked_on", TAGGED)
+    root.text_or_none("layout")
     _check_paths(root, marker)
+    _check_seal(root)
     return marker
 
 
 def encode(document: Mapping[str, object]) -> bytes:
-    """The bytes of a marker: UTF-8 JSON, one spelling per content, with a final newline.
+    """The bytes of a marker: UTF-8 JSON, one spelling per content, with its seal and a final newline.
 
     Names and lists whose order means nothing are sorted, ``schema`` first. Bytes of a file name that
     are not UTF-8 (surrogates in Python) become JSON escapes.
     """
-    text = json.dumps(_settled(document), indent=2, ensure_ascii=False, allow_nan=False)
+    settled = {name: _settled(value, name) for name, value in document.items()}
+    sealed = _settled({**settled, "seal": seal_of(settled)})
+    text = json.dumps(sealed, indent=2, ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def seal_of(document: Mapping[str, object]) -> str:
+    """The digest over all of a marker but ``created`` and ``policy``: canonical JSON, lists as they are."""
+    return tagged(sha256_json({name: document[name] for name in document if name not in UNSEALED}))
 
 
 _UNORDERED = {"files": "path", "side_files": "path", "skipped": "module"}
@@ -173,6 +205,11 @@ def _settled(value: object, name: str = "") -> object:
     if name in _UNORDERED:
         items.sort(key=lambda item: str(item[_UNORDERED[name]]) if isinstance(item, dict) else "")
     return items
+
+
+def _refuse_no_folder(folder: Path) -> NoReturn:
+    what = "is not a folder but a file" if folder.exists() else "is not a folder: nothing has that name"
+    raise InputError(f"{folder}: {what}", hint=NAME_HINT, path=str(folder))
 
 
 def _exists(path: Path) -> bool:
@@ -196,9 +233,14 @@ def _check_schema(root: Fields) -> None:
         root.refuse("schema", f"like {SCHEMA!r}")
     if found[1] != "1":
         what = f"is {short(found[0])}; this fuselora reads {SCHEMA} and newer minors of it"
-        root.fail("schema", what, "A newer fuselora wrote it: update fuselora.")
+        root.fail("schema", what, UPDATE_HINT, reason="version")
     if root.values.get("lora_is_fused") is not True:
         root.refuse("lora_is_fused", "true")
+
+
+def _minor(schema: str) -> int:
+    found = SCHEMA_FORM.fullmatch(schema)
+    return int(found[2]) if found else 0
 
 
 def _component(name: str, entry: Fields) -> ComponentRecord:
@@ -253,59 +295,29 @@ def _check_paths(root: Fields, marker: Marker) -> None:
             broken(root.source, what, file=part.index)
 
 
+def _check_seal(root: Fields) -> None:
+    seal = root.text("seal", TAGGED)
+    try:
+        fits = seal_of(root.values) == seal
+    except (ValueError, RecursionError):  # nested deeper than can be written, or a number too long for it
+        fits = False
+    if not fits:
+        broken(root.source, "was edited: its seal is not that of what it says", HINT, reason="edited")
+
+
+_ELSEWHERE = {
+    "check": "fuselora.integrity",
+    "CheckReport": "fuselora.check_report",
+    "Finding": "fuselora.check_report",
+    "LoraOutcome": "fuselora.check_report",
+}
+
+
 def __getattr__(name: str) -> object:
-    if name in ("CheckReport", "Finding", "LoraOutcome", "check"):
-        return getattr(import_module("fuselora.integrity"), name)
+    if name in _ELSEWHERE:
+        return getattr(import_module(_ELSEWHERE[name]), name)
     raise AttributeError(f"module 'fuselora.marker' has no attribute {name!r}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The preflight: 0 fused, whole and with none of the LoRAs, 1 if that does not hold, 2 usage."""
-    from fuselora.integrity import check
-
-    options = _parser().parse_args(argv)
-    try:
-        report = check(options.out, loras=options.lora, digest=options.digest)
-    except FuseloraError as error:
-        _write(sys.stderr, f"error: {error.message}")
-        if options.json:
-            _write_json({"ok": False, "error": error.code, "message": error.message})
-        return error.exit_code
-    if options.json:
-        _write_json(report.document())
-    else:
-        _write(sys.stdout, *report.lines(options.out))
-    return 0 if report.ok else 1
-
-
-def _parser() -> argparse.ArgumentParser:
-    import argparse
-
-    parser = argparse.ArgumentParser(
-        prog="python -m fuselora.marker",
-        description="Is OUT fused and whole? Exit 0: yes, and none of the LoRAs is in it; 1: no; 2: usage.",
-    )
-    parser.add_argument("out", metavar="OUT", type=Path, help="a fused folder")
-    parser.add_argument(
-        "--lora", metavar="FILE", type=Path, nargs="+", action="extend", default=[],
-        help="LoRA files that must not be fused in it already",
-    )  # fmt: skip
-    parser.add_argument("--digest", action="store_true", help="read every file and compare its sha256")
-    parser.add_argument("--json", action="store_true", help="the report as JSON")
-    return parser
-
-
-def _write_json(document: Mapping[str, object]) -> None:
-    sys.stdout.write(json.dumps(document, indent=2) + "\n")
-
-
-def _write(stream: TextIO, *lines: str) -> None:
-    """Names come from files: control characters, and what the terminal cannot spell, are escaped."""
-    encoding = stream.encoding or "utf-8"
-    for line in lines:
-        shown = CONTROL.sub(lambda found: ascii(found[0])[1:-1], line)
-        stream.write(shown.encode(encoding, "backslashreplace").decode(encoding) + "\n")
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(import_module("fuselora.preflight").main())

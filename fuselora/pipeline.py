@@ -18,8 +18,20 @@ from fuselora.match import Matching, match
 from fuselora.output import staging
 from fuselora.planning import FusePlan, build_plan
 from fuselora.progress import Progress, Silent
-from fuselora.resolve import resolve_base, resolve_lora
-from fuselora.specs import AlphaSpec, Assets, Dtype, Kernel, LoraSpec, Request, parse_alpha, parse_lora
+from fuselora.resolve import resolve_base, resolve_lora, resolve_skeleton
+from fuselora.serving_notes import serving_notes
+from fuselora.skeleton import Skeleton, open_skeleton, skeleton_faults
+from fuselora.specs import (
+    AlphaSpec,
+    Assets,
+    Dtype,
+    Kernel,
+    LoraSpec,
+    OutputLayout,
+    Request,
+    parse_alpha,
+    parse_lora,
+)
 from fuselora.targets import assign
 
 if TYPE_CHECKING:
@@ -89,6 +101,8 @@ def request(
     for name, read in (("alphas", _alpha), ("allow_unmatched", str)):
         if name in options:
             options[name] = tuple(map(read, _several(options[name])))
+    if options.get("skeleton") is not None:
+        options["skeleton"] = str(options["skeleton"])
     where = Path(out) if out is not None else None
     try:
         asked = Request(base=str(base), loras=specs, out=where, **options)  # type: ignore[arg-type]
@@ -100,9 +114,9 @@ def request(
 
 def plan_request(asked: Request, progress: Progress) -> FusePlan:
     """Everything up to the plan; nothing is written."""
-    checkpoint, matchings, notices = _matched(asked, headers_only=not asked.content)
-    contents = _contents(checkpoint, matchings, asked, progress) if asked.content else None
-    return _planned(checkpoint, matchings, contents, asked, notices)
+    matched = _matched(asked, headers_only=not asked.content)
+    contents = _contents(matched, asked, progress) if asked.content else None
+    return _planned(matched, contents, asked)
 
 
 def merge_request(asked: Request, progress: Progress) -> FuseReport:
@@ -110,64 +124,89 @@ def merge_request(asked: Request, progress: Progress) -> FuseReport:
     from fuselora.build import build
 
     started = time.monotonic()
-    checkpoint, matchings, notices = _matched(asked, headers_only=False)
-    out = asked.out or _default_out(checkpoint)
-    inputs = [checkpoint.root, *(m.assignment.adapter.location.path for m in matchings)]
-    stage = staging.prepare(out, inputs=inputs, overwrite=asked.overwrite, restart=asked.restart)
-    contents = _contents(checkpoint, matchings, asked, progress)
-    planned = _planned(checkpoint, matchings, contents, asked, notices)
+    matched = _matched(asked, headers_only=False)
+    out = asked.out or _default_out(matched.checkpoint)
+    stage = staging.prepare(out, inputs=matched.inputs, overwrite=asked.overwrite, restart=asked.restart)
+    planned = _planned(matched, _contents(matched, asked, progress), asked)
     built = build(planned, stage, progress, _created())
     seconds = time.monotonic() - started
     return FuseReport(out, planned, built.marker, built.notices, built.kept, seconds)
 
 
-def _matched(
-    asked: Request, *, headers_only: bool
-) -> tuple[Checkpoint, tuple[Matching, ...], tuple[Notice, ...]]:
+@dataclass(frozen=True, slots=True)
+class _Matched:
+    """All inputs, opened and found to fit together."""
+
+    checkpoint: Checkpoint
+    skeleton: Skeleton | None
+    matchings: tuple[Matching, ...]
+    notices: tuple[Notice, ...]
+
+    @property
+    def inputs(self) -> list[Path]:
+        loras = [matching.assignment.adapter.location.path for matching in self.matchings]
+        return [self.checkpoint.root, *([self.skeleton.root] if self.skeleton else []), *loras]
+
+
+def _matched(asked: Request, *, headers_only: bool) -> _Matched:
     """Resolve, read headers, assign, match and check. Raises ``Refused`` with every fault found."""
     adapters = [open_adapter(resolve_lora(spec)) for spec in asked.loras]
+    skeleton = None
+    if asked.skeleton is not None:
+        skeleton = open_skeleton(resolve_skeleton(asked.skeleton, headers_only=headers_only))
     location = resolve_base(
-        asked.base, revision=asked.revision, variant=asked.variant, headers_only=headers_only
+        asked.base,
+        revision=asked.revision,
+        variant=asked.variant,
+        headers_only=headers_only,
+        model_only=skeleton is not None,
     )
     checkpoint = open_checkpoint(
         location.path, source=location.source, revision=location.revision, variant=asked.variant
     )
     assigned = assign(adapters, checkpoint)
-    _refuse([*_adapter_faults(adapters), *assigned.faults])
+    _refuse([*_adapter_faults(adapters), *assigned.faults, *_skeleton_faults(skeleton, checkpoint, asked)])
     matchings = [match(a, checkpoint.family, checkpoint.layout) for a in assigned.assignments]
     checked = check(checkpoint, matchings, asked)
     _refuse(checked.faults)
-    return checkpoint, checked.matchings, (*assigned.notices, *checked.notices)
+    return _Matched(checkpoint, skeleton, checked.matchings, (*assigned.notices, *checked.notices))
 
 
-def _contents(
-    checkpoint: Checkpoint, matchings: Sequence[Matching], asked: Request, progress: Progress
-) -> tuple[LoraContent, ...]:
+def _skeleton_faults(skeleton: Skeleton | None, checkpoint: Checkpoint, asked: Request) -> tuple[Fault, ...]:
+    return skeleton_faults(skeleton, checkpoint, whole=asked.assets != "skip") if skeleton else ()
+
+
+def _contents(matched: _Matched, asked: Request, progress: Progress) -> tuple[LoraContent, ...]:
     """One pass over each LoRA's data, and the checks that need it."""
     from fuselora.content import content_faults, read_content
 
-    adapters = {m.assignment.order: m.assignment.adapter for m in matchings}
+    adapters = {m.assignment.order: m.assignment.adapter for m in matched.matchings}
     n_bytes = sum(adapter.header.n_bytes for adapter in adapters.values())
     with progress.phase("read LoRAs", n_bytes) as advance:
         contents = tuple(
             read_content(adapters[order], digest=asked.digest, advance=advance) for order in sorted(adapters)
         )
-    _refuse(content_faults(checkpoint, matchings, contents))
+    _refuse(content_faults(matched.checkpoint, matched.matchings, contents))
     return contents
 
 
-def _planned(
-    checkpoint: Checkpoint,
-    matchings: Sequence[Matching],
-    contents: tuple[LoraContent, ...] | None,
-    asked: Request,
-    notices: tuple[Notice, ...],
-) -> FusePlan:
+def _planned(matched: _Matched, contents: tuple[LoraContent, ...] | None, asked: Request) -> FusePlan:
+    checkpoint, matchings, notices = matched.checkpoint, matched.matchings, matched.notices
     if contents is not None:
         from fuselora.content import zero_notices
 
         notices = (*notices, *zero_notices(matchings, contents))
-    return build_plan(checkpoint, matchings, contents, asked, notices)
+    skeleton = matched.skeleton.root if matched.skeleton else None
+    serving = serving_notes(checkpoint, matchings, pipeline=skeleton)
+    return build_plan(
+        checkpoint,
+        matchings,
+        contents,
+        asked,
+        (*notices, *serving.notices),
+        serving,
+        matched.skeleton,
+    )
 
 
 def _adapter_faults(adapters: Iterable[Adapter]) -> list[Fault]:
@@ -198,8 +237,9 @@ def _refuse_unknown_choices(asked: Request) -> None:
         ("dtype", asked.dtype, get_args(Dtype)),
         ("kernel", asked.kernel, get_args(Kernel)),
         ("assets", asked.assets, get_args(Assets)),
+        ("layout", asked.layout, get_args(OutputLayout)),
     ):
-        if value not in choices:
+        if value not in choices and (name, value) != ("layout", None):
             raise UsageError(f"{name} is {value!r}", hint=f"It is one of {', '.join(choices)}.")
     if asked.jobs is not None and asked.jobs < 1:
         raise UsageError(f"jobs is {asked.jobs}", hint="It is a number of threads, at least 1.")

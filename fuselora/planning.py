@@ -15,23 +15,26 @@ from typing import TYPE_CHECKING
 
 from fuselora.digest import sha256_json, tagged
 from fuselora.header import DTYPE_BITS, PAGE, Header, TensorInfo, encode_header
-from fuselora.marker import FINGERPRINT_KEY, SCHEMA
+from fuselora.marker import COMPONENT_KEY, FINGERPRINT_KEY, SCHEMA
 from fuselora.match import FUSABLE, Hit, Matching
+from fuselora.naming import Naming, as_base, as_diffusers
 from fuselora.reading import reading
+from fuselora.serving_notes import NOTHING, ServingNotes
 
 if TYPE_CHECKING:
     from fuselora.checkpoint import Checkpoint, Component
     from fuselora.content import LoraContent
     from fuselora.errors import Notice
     from fuselora.families import Family, Layout
+    from fuselora.skeleton import Skeleton
     from fuselora.specs import Dtype, Request
 
 CHUNK_ELEMENTS = 1 << 20  # a chunk and its float32 copy stay in a core's cache
 UNIT_ROWS = 64  # fewer rows were seen to change the bits of a matrix product
 COPY_BYTES = 8 << 20  # one read of a copied range
-COMPONENT_KEY = "fuselora.component"  # tells the shards of two experts apart, which are else alike
 PENDING = tagged("0" * 64)  # stands for the fingerprint while the LoRA data is unread: same length
 DTYPE_CODES: Mapping[Dtype, str] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+DTYPE_OF_CODE: Mapping[str, Dtype] = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +163,13 @@ class FusePlan:
     edited: Mapping[PurePosixPath, bytes]
     fingerprint: str | None
     notices: tuple[Notice, ...]
+    serving: ServingNotes = NOTHING
+    skeleton: Skeleton | None = None
+
+    @property
+    def rest(self) -> Checkpoint | Skeleton:
+        """Where all that is no weights comes from."""
+        return self.skeleton or self.checkpoint
 
     @property
     def files(self) -> tuple[OutputFile, ...]:
@@ -182,12 +192,22 @@ def build_plan(
     contents: Sequence[LoraContent] | None,
     request: Request,
     notices: Sequence[Notice],
+    serving: ServingNotes = NOTHING,
+    skeleton: Skeleton | None = None,
 ) -> FusePlan:
-    """Lay out every output file. Inputs were checked before; nothing here refuses."""
-    fingerprint = _fingerprint(checkpoint, matchings, contents, request) if contents is not None else None
+    """Lay out every output file. Inputs were checked before; nothing here refuses.
+
+    With a skeleton the output has diffusers' names.
+    """
+    namings = _namings(checkpoint, skeleton)
+    fingerprint = None
+    if contents is not None:
+        changed = namings if skeleton else None
+        fingerprint = _fingerprint(checkpoint, matchings, contents, request, changed)
     layouts = [
         _ComponentLayout(
             component,
+            namings[component.name],
             checkpoint.family,
             checkpoint.layout,
             request,
@@ -203,9 +223,11 @@ def build_plan(
         matchings=tuple(matchings),
         contents=tuple(contents) if contents is not None else None,
         components=components,
-        edited=_edited_configs(checkpoint, request),
+        edited=_edited_configs(checkpoint, skeleton, components, request),
         fingerprint=fingerprint,
         notices=tuple(notices),
+        serving=serving,
+        skeleton=skeleton,
     )
 
 
@@ -264,6 +286,7 @@ class _ComponentLayout:
     """Lays out one component: which tensors are copied, which computed, and where they go."""
 
     component: Component
+    naming: Naming
     family: Family | None
     layout: Layout | None
     request: Request
@@ -271,18 +294,17 @@ class _ComponentLayout:
     contents: Sequence[LoraContent] | None
 
     def plan(self, fingerprint: str) -> ComponentPlan:
-        files = tuple(self._file(shard, fingerprint) for shard in self.component.shards)
-        tensors = self.component.tensors()
+        placed = list(zip(self.component.shards, self.naming.shards, strict=True))
+        files = tuple(self._file(shard, path, fingerprint) for shard, path in placed)
+        tensors, names = self.component.tensors(), self.naming.tensors
         sizes = {name: self._n_bytes(tensor) for name, tensor in tensors.items()}
-        many = len(files) > 1
-        index = self.component.index or (self._new_index() if many else None)
         return ComponentPlan(
             name=self.component.name,
             role=self.component.role,
             dtype=self._main_dtype(sizes),
-            index=index,
+            index=self.naming.index,
             index_metadata=self.component.index_metadata,
-            weight_map={t.name: s.path.name for s in self.component.shards for t in s.tensors},
+            weight_map={names[t.name]: path.name for shard, path in placed for t in shard.tensors},
             total_size=sum(sizes.values()),
             files=files,
             n_tensors=len(tensors),
@@ -309,17 +331,13 @@ class _ComponentLayout:
             totals[dtype] = totals.get(dtype, 0) + sizes[tensor.name]
         return max(totals, key=lambda dtype: totals[dtype]) if totals else "none"
 
-    def _new_index(self) -> PurePosixPath:
-        stem = re.sub(r"-\d+-of-\d+", "", self.component.shards[0].path.name)
-        return self.component.folder / f"{stem}.index.json"
-
-    def _file(self, shard: Header, fingerprint: str) -> OutputFile:
+    def _file(self, shard: Header, path: PurePosixPath, fingerprint: str) -> OutputFile:
         n_fused = sum(tensor.name in self.hits for tensor in shard.tensors)
         placed = tuple(_placed([(tensor, self.dtype_of(tensor)) for tensor in shard.tensors]))
         header = self._header(shard, placed, fingerprint if n_fused else None)
         steps = tuple(self._steps(shard, placed, len(header)))
         return OutputFile(
-            path=self.component.weight_path(shard),
+            path=path,
             base=shard,
             header=header,
             steps=steps,
@@ -331,14 +349,15 @@ class _ComponentLayout:
 
     def _header(self, shard: Header, placed: tuple[TensorInfo, ...], fingerprint: str | None) -> bytes:
         """The base's own header bytes where nothing in it changes, else one with the metadata extended."""
+        named = tuple(self.naming.renamed(placed))
         metadata = {**shard.metadata, "format": "pt"}
         if fingerprint:
             metadata[FINGERPRINT_KEY] = fingerprint
             metadata[COMPONENT_KEY] = self.component.name
-        if metadata == shard.metadata and placed == shard.tensors:
+        if metadata == shard.metadata and named == shard.tensors:
             with reading(shard.path), shard.path.open("rb") as stream:
                 return stream.read(shard.data_start)
-        return encode_header(placed, metadata, congruent_to=shard.data_start % PAGE)
+        return encode_header(named, metadata, congruent_to=shard.data_start % PAGE)
 
     def _steps(self, shard: Header, placed: tuple[TensorInfo, ...], data_start: int) -> Iterator[Step]:
         """Steps in output order; neighbouring copied tensors become one byte range."""
@@ -408,17 +427,30 @@ def _laid_out(tensors: Sequence[tuple[TensorInfo, str]]) -> Iterator[TensorInfo]
         at = end
 
 
-def _edited_configs(checkpoint: Checkpoint, request: Request) -> dict[PurePosixPath, bytes]:
-    """config.json of components whose dtype changes, where it names one; otherwise untouched."""
+def _namings(checkpoint: Checkpoint, skeleton: Skeleton | None) -> dict[str, Naming]:
+    family = checkpoint.family if skeleton else None
+    return {c.name: as_diffusers(c, family) if family else as_base(c) for c in checkpoint.components}
+
+
+def _edited_configs(
+    checkpoint: Checkpoint,
+    skeleton: Skeleton | None,
+    components: Sequence[ComponentPlan],
+    request: Request,
+) -> dict[PurePosixPath, bytes]:
+    """config.json of components whose dtype changes, where it names one; otherwise untouched.
+
+    A skeleton's names the dtype of other weights, so it follows that of the weights written.
+    """
     edited: dict[PurePosixPath, bytes] = {}
-    if request.dtype == "keep" or checkpoint.container == "file":
-        return edited
-    for component in checkpoint.components:
-        path = component.folder / "config.json"
-        named = {"torch_dtype", "dtype"} & component.config.keys()
-        if named:
-            text = (checkpoint.root / path).read_bytes().decode("utf-8")
-            edited[path] = _with_dtype(text, component.config, named, request.dtype).encode("utf-8")
+    for component, planned in zip(checkpoint.components, components, strict=True):
+        config = skeleton.configs[component.name] if skeleton else component.config
+        path = (PurePosixPath(component.name) if skeleton else component.folder) / "config.json"
+        dtype = DTYPE_OF_CODE.get(planned.dtype) if skeleton else request.dtype
+        named = {"torch_dtype", "dtype"} & config.keys()
+        if dtype and dtype != "keep" and any(config[name] != dtype for name in named):
+            text = ((skeleton or checkpoint).root / path).read_bytes().decode("utf-8")
+            edited[path] = _with_dtype(text, config, named, dtype).encode("utf-8")
     return edited
 
 
@@ -437,8 +469,12 @@ def _fingerprint(
     matchings: Sequence[Matching],
     contents: Sequence[LoraContent],
     request: Request,
+    changed: Mapping[str, Naming] | None,
 ) -> str:
-    """The plan's identity: base headers and sizes, LoRA contents, components and scales, dtype, schema."""
+    """The plan's identity: base headers and sizes, LoRA contents, components and scales, dtype, schema.
+
+    ``changed`` are the output's names by component, where they are not the base's.
+    """
     base = [
         [str(component.weight_path(shard)), shard.sha256, shard.n_bytes]
         for component in checkpoint.components
@@ -453,7 +489,13 @@ def _fingerprint(
         "stacked_on": checkpoint.marker.fingerprint if checkpoint.marker else None,
         "loras": [_fingerprint_row(matching, contents) for matching in matchings],
     }
+    if changed is not None:
+        document["names"] = {name: _names_row(naming) for name, naming in changed.items()}
     return tagged(sha256_json(document))
+
+
+def _names_row(naming: Naming) -> list[object]:
+    return [sorted(naming.tensors.items()), [str(path) for path in naming.shards]]
 
 
 def _fingerprint_row(matching: Matching, contents: Sequence[LoraContent]) -> list[object]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fuselora.errors import Notice
     from fuselora.match import Hit, Matching
     from fuselora.planning import ComponentPlan, FusePlan, OutputFile
+    from fuselora.skeleton import Skeleton
 
 DTYPE_NAMES: Mapping[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 COUNTED = {"pair": "pairs", "diff": "diff", "diff_b": "diff_b", "diff_m": "diff_m"}
@@ -86,6 +87,11 @@ def marker_document(
         },
         "policy": {"distill_lora": "refuse", "dynamic_lora": "allow"},
     }
+    if plan.skeleton is not None:
+        document["layout"] = "diffusers"
+        document["skeleton"] = _skeleton(plan.skeleton)
+    if serving := plan.serving.document():
+        document["serving"] = serving
     if plan.request.digest:
         rows = [(w.path, w.sha256 or "") for w in weights.values()]
         rows += [(side.path, side.sha256 or "") for side in side_files]
@@ -103,6 +109,14 @@ def _base(plan: FusePlan) -> dict[str, object]:
         "family": checkpoint.family.name if checkpoint.family else None,
         "layout": checkpoint.layout,
         "pipeline_class": checkpoint.pipeline_class,
+    }
+
+
+def _skeleton(skeleton: Skeleton) -> dict[str, object]:
+    return {
+        "source": skeleton.source,
+        "revision": skeleton.revision,
+        "pipeline_class": skeleton.pipeline_class,
     }
 
 

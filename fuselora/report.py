@@ -25,12 +25,12 @@ from rich.table import Table
 from rich.text import Text
 
 from fuselora.description import SOURCES
-from fuselora.errors import FuseloraError, Notice, Refused
+from fuselora.errors import FuseloraError, Notice
 from fuselora.memory import peak_memory
 from fuselora.record import dtype_name
+from fuselora.serving_notes import sentence
 from fuselora.summary import (
     base_dtype,
-    error_document,
     lora_document,
     main_dtype,
     models_of,
@@ -94,6 +94,7 @@ class Reporter:
             return self._document(plan_document(plan))
         self._notices(plan.notices)
         self._plan_tables(plan, places=True)
+        self._serving(plan)
         self._float32_hint(plan)
         if plan.contents is None:
             self._line(
@@ -113,6 +114,7 @@ class Reporter:
             f"Wrote {report.out}: {amount(report.plan.bytes_out)} of weights in {report.seconds:.1f} s "
             f"({amount(rate)}/s), fused.json beside them."
         )
+        self._serving(report.plan)
         self._float32_hint(report.plan)
         return None
 
@@ -152,9 +154,8 @@ class Reporter:
 
     def error(self, error: FuseloraError) -> None:
         """The refusal on stderr; with ``--json`` also as the one document on stdout."""
-        faults = error.faults if isinstance(error, Refused) else ()
         if self._json:
-            self._document(error_document(error, faults))
+            self._document(error.document())
         self._err.print(Text.assemble(("error: ", "bold red"), shown(error.message)))
         if error.hint:
             self._err.print(Text.assemble(("hint: ", "bold"), shown(error.hint)))
@@ -169,6 +170,9 @@ class Reporter:
         models = ", ".join(models_of(plan)) or "no published size"
         family = checkpoint.family.name if checkpoint.family else "no known family"
         self._line(f"{checkpoint.source}: {models} ({family}, {checkpoint.layout or 'unknown'} names)")
+        if plan.skeleton:
+            kind = plan.skeleton.pipeline_class or "pipeline"
+            self._line(f"written as a diffusers {kind}, all but the weights from {plan.skeleton.source}")
         self._components(plan)
         for matching in plan.matchings:
             self._lora(matching)
@@ -211,6 +215,13 @@ class Reporter:
         )
         for group in skipped:
             self._line(f"  not applied, {group['reason']}: {len(group['modules'])} modules")
+
+    def _serving(self, plan: FusePlan) -> None:
+        """How to sample with the result, and who says so, where anything is known."""
+        if known := sentence(plan.serving.document()):
+            self._line(f"To serve: {known}")
+        for reason in plan.serving.reasons():
+            self._line(f"  {reason}")
 
     def _rows(self, rows: Iterable[str]) -> None:
         """As many lines as a screen bears, all of them with ``--verbose``."""

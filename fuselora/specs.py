@@ -38,6 +38,7 @@ SHORT_NAMES: Mapping[str, str] = {
 Dtype = Literal["keep", "bfloat16", "float16", "float32"]
 Kernel = Literal["auto", "reference"]
 Assets = Literal["copy", "hardlink", "symlink", "skip"]
+OutputLayout = Literal["diffusers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,10 @@ class AlphaSpec:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Everything ``merge`` and ``plan`` were told; the meaning of each field is its option's."""
+    """Everything ``merge`` and ``plan`` were told; the meaning of each field is its option's.
+
+    Raises ``UsageError`` for options that only make sense together.
+    """
 
     base: str
     loras: tuple[LoraSpec, ...]
@@ -86,6 +90,19 @@ class Request:
     digest: bool = True
     content: bool = False
     revision: str | None = None
+    layout: OutputLayout | None = None
+    skeleton: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.layout and self.skeleton is None:
+            hint = "Name the diffusers pipeline that gives the configs and all else: --skeleton DIR."
+            raise UsageError(f"--layout {self.layout} needs a skeleton", hint=hint)
+        if self.skeleton is not None and not self.layout:
+            hint = "To write a native base as a diffusers pipeline say --layout diffusers too."
+            raise UsageError(f"--skeleton {self.skeleton!r} is given and no --layout", hint=hint)
+        if self.layout and self.variant:
+            hint = "A native base has no variants; if its one file is called so, name the file."
+            raise UsageError(f"--variant {self.variant} does not go with --layout", hint=hint)
 
 
 @dataclass(frozen=True, slots=True)

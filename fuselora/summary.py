@@ -15,7 +15,7 @@ from fuselora.record import applied_counts, dtype_name, scale_groups
 
 if TYPE_CHECKING:
     from fuselora.checkpoint import Component
-    from fuselora.errors import Fault, FuseloraError, Notice
+    from fuselora.errors import Notice
     from fuselora.pipeline import FuseReport
     from fuselora.planning import ComponentPlan, FusePlan
 
@@ -34,8 +34,11 @@ def plan_document(plan: FusePlan) -> dict[str, object]:
             "family": checkpoint.family.name if checkpoint.family else None,
             "models": list(models_of(plan)),
         },
+        "layout": plan.request.layout,
+        "skeleton": _skeleton(plan),
         "components": [component_document(plan, component) for component in plan.components],
         "loras": [lora_document(matching) for matching in plan.matchings],
+        "serving": plan.serving.document() or None,
         "bytes_in": plan.bytes_in,
         "bytes_out": plan.bytes_out,
         "peak_memory_bytes": peak_memory(plan),
@@ -43,6 +46,12 @@ def plan_document(plan: FusePlan) -> dict[str, object]:
         "pending": list(PENDING) if plan.contents is None else [],
         "warnings": notice_documents(plan.notices),
     }
+
+
+def _skeleton(plan: FusePlan) -> dict[str, object] | None:
+    if plan.skeleton is None:
+        return None
+    return {"source": plan.skeleton.source, "revision": plan.skeleton.revision}
 
 
 def report_document(report: FuseReport) -> dict[str, object]:
@@ -55,21 +64,6 @@ def report_document(report: FuseReport) -> dict[str, object]:
         "seconds": round(report.seconds, 3),
         "warnings": notice_documents(report.notices),
     }
-
-
-def error_document(error: FuseloraError, faults: tuple[Fault, ...]) -> dict[str, object]:
-    """Any refusal or failure, as ``{"error": ...}``."""
-    entry: dict[str, object] = {
-        "code": error.code,
-        "message": error.message,
-        "hint": error.hint,
-        **{key: value for key, value in error.facts.items() if key not in ("code", "message", "hint")},
-    }
-    if faults:
-        entry["faults"] = [
-            {"kind": f.kind, "message": f.message, "path": f.path, "key": f.key, **f.facts} for f in faults
-        ]
-    return {"error": entry}
 
 
 def models_of(plan: FusePlan) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ out from the LoRA files (``recorded``). Names are matched as a merge matches the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -21,7 +21,7 @@ from fuselora.jsonfile import read_json
 from fuselora.marker import FILE_NAME, ComponentRecord, LoraRecord, Marker
 from fuselora.progress import Progress, Silent
 from fuselora.recorded import Delta, Finding, additions
-from fuselora.resolve import resolve_base, resolve_lora
+from fuselora.resolve import resolve_base, resolve_lora, resolve_skeleton
 from fuselora.selection import variants
 from fuselora.specs import LoraSpec
 
@@ -83,18 +83,21 @@ def verify(
     *,
     base: str | Path | None = None,
     loras: Sequence[str | Path] = (),
+    skeleton: str | Path | None = None,
     load: bool = False,
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Compare a fused folder with its own digests, and with ``base`` and ``loras`` recompute it.
 
-    LoRA files are recognised by content, in any order and by any name. What does not hold is a
-    finding; ``InputError`` is raised for an input that cannot be read, ``UsageError`` for LoRAs
-    without a base. ``load`` has diffusers load every component as well.
+    LoRA files are recognised by content, in any order and by any name. A converted folder's side files
+    are compared with ``skeleton`` if that is given. What does not hold is a finding; ``InputError`` is
+    raised for an input that cannot be read, ``UsageError`` for LoRAs or a skeleton without a base.
+    ``load`` has diffusers load every component as well.
     """
-    if loras and base is None:
-        raise UsageError("LoRA files were given and no base", hint="Give the base too: --base BASE.")
+    if base is None and (loras or skeleton is not None):
+        what = "LoRA files were" if loras else "a skeleton was"
+        raise UsageError(f"{what} given and no base", hint="Give the base too: --base BASE.")
     out, progress = Path(out), progress or Silent()
     checked = _checked(out, progress)
     findings = [
@@ -105,9 +108,11 @@ def verify(
     components: list[ComponentReport] = []
     if checked.marker is not None and base is not None:
         variant = next(iter(variants(file.path for file in checked.marker.weight_files)), None)
-        at = resolve_base(str(base), revision=revision, variant=variant)
+        converted = checked.marker.layout is not None
+        at = resolve_base(str(base), revision=revision, variant=variant, model_only=converted)
         checkpoint = open_checkpoint(at.path, source=at.source, revision=at.revision, variant=variant)
-        components, found = _recomputed(out, checked.marker, checkpoint, loras, progress)
+        rest = _rest(checked.marker, checkpoint, skeleton)
+        components, found = _recomputed(out, checked.marker, checkpoint, loras, rest, progress)
         findings += found
     if checked.marker is not None and load:
         from fuselora.loading import load_findings
@@ -144,14 +149,19 @@ def _n_digests(checked: CheckReport) -> int:
 
 
 def _recomputed(
-    out: Path, marker: Marker, base: Checkpoint, loras: Sequence[str | Path], progress: Progress
+    out: Path,
+    marker: Marker,
+    base: Checkpoint,
+    loras: Sequence[str | Path],
+    rest: Path | None,
+    progress: Progress,
 ) -> tuple[list[ComponentReport], list[Finding]]:
-    if stack := list(_stack_findings(marker, base)):
-        return [], stack
+    if other := [*_stack_findings(marker, base), *_layout_findings(marker, base)]:
+        return [], other
     entries = marker.loras[len(base.marker.loras) if base.marker else 0 :]
     files = {content_sha256(path): path for path in map(_lora_path, loras)}
-    findings = [*_lora_findings(marker, entries, files), *_side_file_findings(out, marker, base)]
-    findings += _component_findings(marker, base)
+    findings = [*_lora_findings(marker, entries, files), *_component_findings(marker, base)]
+    findings += _side_file_findings(out, marker, rest) if rest else ()
     reports = []
     for record in marker.components.values():
         component = base.component(record.name)
@@ -161,8 +171,8 @@ def _recomputed(
         deltas, found = _deltas(mine, files, component, base)
         findings += found
         if deltas is not None:
-            kept = partial(_keeps_float32, base)
-            report, found = compare_component(out, record, component, kept, deltas, progress)
+            kept, key = partial(_keeps_float32, base), _base_key(marker, base, component)
+            report, found = compare_component(out, record, component, kept, deltas, progress, key)
             findings += found
             reports += [report] if report else []
     return reports, findings
@@ -170,6 +180,33 @@ def _recomputed(
 
 def _keeps_float32(base: Checkpoint, name: str) -> bool:
     return base.family is not None and base.family.keeps_float32(name, base.layout)
+
+
+def _base_key(marker: Marker, base: Checkpoint, component: Component) -> Callable[[str], str]:
+    """What the base calls a tensor of OUT: a converted one's name is translated back.
+
+    A name that was left as it is in the base is none of its names.
+    """
+    family = base.family
+    if marker.layout is None or family is None:
+        return str
+
+    def base_key(name: str) -> str:
+        native = family.translate(name, "native")
+        left = native == name != family.translate(name, "diffusers")
+        return f"not converted: {name}" if left else component.prefix + native
+
+    return base_key
+
+
+def _rest(marker: Marker, base: Checkpoint, skeleton: str | Path | None) -> Path | None:
+    """The folder that side files were taken from; None if they were not the base's and it was not given."""
+    if marker.layout is None and skeleton is not None:
+        hint = "Leave --skeleton out."
+        raise UsageError(f"a skeleton was given, and {FILE_NAME} speaks of none", hint=hint)
+    if skeleton is not None:
+        return resolve_skeleton(str(skeleton)).path
+    return base.root if marker.layout is None else None
 
 
 def _lora_path(lora: str | Path) -> Path:
@@ -186,6 +223,12 @@ def _stack_findings(marker: Marker, base: Checkpoint) -> Iterator[Finding]:
         yield Finding("another-base", base.source, None, text)
     elif [entry.raw for entry in earlier] != [entry.raw for entry in marker.loras[: len(earlier)]]:
         yield Finding("loras", FILE_NAME, None, "does not begin with the LoRAs that the base holds")
+
+
+def _layout_findings(marker: Marker, base: Checkpoint) -> Iterator[Finding]:
+    if marker.layout is not None and base.layout != "native":
+        text = f"has no native names, and {FILE_NAME} says that such were converted to {marker.layout} ones"
+        yield Finding("another-base", base.source, None, text)
 
 
 def _lora_findings(
@@ -232,18 +275,19 @@ def _deltas(
     return deltas if usable else None, findings
 
 
-def _side_file_findings(out: Path, marker: Marker, base: Checkpoint) -> Iterator[Finding]:
-    """Side files are the base's, byte for byte, but for indexes and the dtype in a config."""
+def _side_file_findings(out: Path, marker: Marker, rest: Path) -> Iterator[Finding]:
+    """Side files are the base's or skeleton's, byte for byte, but for indexes and the dtype in a config."""
+    whose = "base" if marker.layout is None else "skeleton"
     indexes = {record.index for record in marker.components.values()}
     configs = {str(_folder(part) / "config.json"): part.dtype for part in marker.components.values()}
     for record in marker.side_files:
-        ours, theirs = out / record.path, base.root / record.path
+        ours, theirs = out / record.path, rest / record.path
         if record.path in indexes or not ours.is_file():
             continue
         if not theirs.is_file():
-            yield Finding("side-file", record.path, None, "the base has no such file")
+            yield Finding("side-file", record.path, None, f"the {whose} has no such file")
         elif not _same_files(ours, theirs) and not _same_config(ours, theirs, configs.get(record.path)):
-            yield Finding("side-file", record.path, None, "is not the base's file")
+            yield Finding("side-file", record.path, None, f"is not the {whose}'s file")
 
 
 def _folder(record: ComponentRecord) -> PurePosixPath:

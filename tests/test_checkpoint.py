@@ -14,7 +14,7 @@ from fuselora.checkpoint import Checkpoint, open_checkpoint, shards_of
 from fuselora.errors import CheckpointError, FormatError, FuseloraError, InputError, ReadError
 from fuselora.families import Layout
 from fuselora.header import read_header
-from fuselora.marker import FINGERPRINT_KEY
+from fuselora.marker import FINGERPRINT_KEY, encode
 from fuselora.synth import (
     base_tensors,
     config,
@@ -505,11 +505,11 @@ def test_a_shard_that_carries_a_fingerprint_is_fused(tmp_path: Path) -> None:
     assert read_header(path).metadata == metadata
 
 
-def marker(*paths: str) -> str:
+def marker(*paths: str) -> bytes:
     files = [{"path": path, "bytes": 1, "fused": 1} for path in paths]
     component = {"dtype": "float32", "index": None, "tensors": 1, "fused": len(files), "files": files}
     lora = {"name": "x", "content_sha256": "0" * 64, "component": "transformer", "strength": 1.0}
-    return json.dumps(
+    return encode(
         {
             "schema": "fuselora.fused/1.0",
             "lora_is_fused": True,
@@ -523,7 +523,7 @@ def marker(*paths: str) -> str:
 
 def test_a_folder_with_a_marker_is_fused(tmp_path: Path) -> None:
     root = write_pipeline(tmp_path / "base", SIZE)
-    (root / "fused.json").write_text(marker(f"transformer/{PLAIN}"))
+    (root / "fused.json").write_bytes(marker(f"transformer/{PLAIN}"))
     found = open_base(root)
     assert found.is_fused and not found.components[0].is_fused
     assert found.marker is not None and found.marker.loras[0].name == "x"
@@ -531,7 +531,7 @@ def test_a_folder_with_a_marker_is_fused(tmp_path: Path) -> None:
 
 def test_a_file_s_marker_is_the_one_beside_it_that_lists_it(tmp_path: Path) -> None:
     mine, other = (write_safetensors(tmp_path / name, [Q]) for name in ("a.safetensors", "b.safetensors"))
-    (tmp_path / "fused.json").write_text(marker("a.safetensors"))
+    (tmp_path / "fused.json").write_bytes(marker("a.safetensors"))
     assert open_base(mine).is_fused
     assert not open_base(other).is_fused
 

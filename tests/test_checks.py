@@ -10,7 +10,7 @@ import pytest
 
 from fuselora.checks import ALLOWED, ZERO_VALUED, Checked, check, is_zero
 from fuselora.errors import Fault, Refused
-from fuselora.marker import FINGERPRINT_KEY
+from fuselora.marker import FINGERPRINT_KEY, encode
 from fuselora.match import match
 from fuselora.specs import AlphaSpec, LoraSpec, Request
 from fuselora.synth import Spec, write_safetensors
@@ -352,7 +352,7 @@ def fused_base(folder: Path, *, marker: bool) -> Checkpoint:
             "side_files": [],
             "loras": [{"name": "y", "content_sha256": "0" * 64, "component": "transformer", "strength": 1.0}],
         }
-        (folder / "base" / "fused.json").write_text(json.dumps(document))
+        (folder / "base" / "fused.json").write_bytes(encode(document))
     return open_base(folder / "base")
 
 

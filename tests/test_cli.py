@@ -81,16 +81,16 @@ def process(*arguments: object, **environment: str) -> subprocess.CompletedProce
 
 
 OF_MERGE = [
-    "--base", "--lora", "--high", "--low", "--out", "--dtype", "--uniform", "--variant", "--alpha",
-    "--allow-unmatched", "--strict", "--stack", "--kernel", "--jobs", "--assets", "--overwrite", "--restart",
-    "--digest", "--no-digest", "--revision", "--json", "--quiet", "--verbose",
+    "--base", "--lora", "--high", "--low", "--out", "--dtype", "--uniform", "--variant", "--layout",
+    "--skeleton", "--alpha", "--allow-unmatched", "--strict", "--stack", "--kernel", "--jobs", "--assets",
+    "--overwrite", "--restart", "--digest", "--no-digest", "--revision", "--json", "--quiet", "--verbose",
 ]  # fmt: skip
 NOT_OF_PLAN = {"--out", "--jobs", "--assets", "--overwrite", "--restart", "--digest", "--no-digest"}
 OPTIONS = {
     "merge": OF_MERGE,
     "plan": [*(o for o in OF_MERGE if o not in NOT_OF_PLAN), "--content"],
     "inspect": ["--json"],
-    "verify": ["--base", "--lora", "--load", "--revision", "--json", "--quiet"],
+    "verify": ["--base", "--lora", "--skeleton", "--load", "--revision", "--json", "--quiet"],
     "check": ["--lora", "--digest", "--json"],
     "demo": ["--json", "--quiet"],
 }
@@ -306,6 +306,10 @@ def test_a_command_line_that_cannot_be_read(arguments: tuple[str, ...]) -> None:
     done = run(*arguments)
     assert (done.exit_code, done.stdout) == (2, "")
     assert "Error" in done.stderr or "error" in done.stderr
+    as_json = run(*arguments, "--json")
+    error = document(as_json)["error"]
+    assert (as_json.exit_code, error["code"]) == (2, "usage")
+    assert as_json.stderr.splitlines()[0] == f"error: {error['message']}"
 
 
 def test_verify_with_loras_and_no_base(files: Files) -> None:
@@ -349,15 +353,18 @@ def test_check_a_lora_that_is_in_it(files: Files, tmp_path: Path) -> None:
     renamed = shutil.copy(files.a, tmp_path / "renamed.safetensors")
     done = run("check", files.out, "--lora", renamed)
     assert done.exit_code == 1
-    assert f"{renamed}: fused already" in done.stdout
+    assert f"{renamed}: fused already, on transformer as a.safetensors" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith(f"{files.out}: no, fusing {renamed} again")
     other = write_lora(tmp_path / "c.safetensors", SIZE)
     assert run("check", files.out, "--lora", other).exit_code == 0
     found = document(run("check", files.out, "--lora", renamed, "--lora", other, "--json"))
     assert set(found) == {
-        "ok", "fused", "whole", "fingerprint", "artifact", "artifact_on_disk", "findings", "loras",
+        "ok", "fused", "whole", "schema", "fingerprint", "artifact", "artifact_on_disk", "findings", "holds",
+        "loras",
     }  # fmt: skip
     assert (found["ok"], found["fused"], found["whole"]) == (False, True, True)
     assert [bool(lora["already_fused"]) for lora in found["loras"]] == [True, False]
+    assert [lora["name"] for lora in found["holds"]] == ["a.safetensors", "b.safetensors"]
 
 
 def test_check_a_folder_that_is_not_fused(files: Files) -> None:

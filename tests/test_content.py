@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import struct
@@ -23,7 +22,7 @@ from fuselora.content import (
 from fuselora.digest import READ_BYTES, content_sha256
 from fuselora.errors import ChangedError, Fault, ReadError
 from fuselora.lora.adapter import open_adapter
-from fuselora.marker import decode
+from fuselora.marker import decode, encode
 from fuselora.match import Matching, match
 from fuselora.resolve import LoraLocation
 from fuselora.specs import parse_lora
@@ -243,7 +242,7 @@ def test_what_the_base_already_holds(tmp_path: Path) -> None:
         "side_files": [],
         "loras": [lora],
     }
-    base = replace(base, marker=decode(json.dumps(document).encode()))
+    base = replace(base, marker=decode(encode(document)))
     (fault,) = faults(base, tmp_path, FILES, "high=same.safetensors", "low=a.safetensors")
     assert (fault.kind, fault.path) == ("already_fused", "same.safetensors")
     assert "already fused into transformer of this base (as first.safetensors)" in fault.message

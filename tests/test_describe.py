@@ -684,7 +684,7 @@ def test_what_a_newer_marker_says_otherwise(pair_out: Pair, tmp_path: Path) -> N
 
     edit_marker(out, change)
     table = rows(fused(out))
-    assert table["serving"] == ["num_inference_steps 4"]
+    assert table["to serve"] == ["4 steps"]
     assert table["stacked on"] == [f"sha256:{'2' * 64}"]
     assert "base" not in table
     assert table["fused with"][0] == "high.safetensors on transformer, strength 1"
@@ -714,13 +714,15 @@ def test_a_part_of_a_fused_folder_by_a_path_from_inside(
 
 
 def test_a_shard_moved_alone_says_that_it_is_fused(pair_out: Pair, tmp_path: Path) -> None:
-    shard = next((pair_out.out / "transformer").glob("*-00001-*.safetensors"))
+    shard = shard_of(pair_out.out, "transformer_2", FUSED)
     found = checkpoint(Path(shutil.copy(shard, tmp_path / "x.safetensors")))
     assert found.fused is not None
+    assert found.fused.components == ("transformer_2",)
     assert found.fused.fingerprints == (fused(pair_out.out).marker.fingerprint,)
     assert (found.fused.marker, found.fused.loras) == (None, ())
     table = rows(found)
     assert table["already fused"] == list(found.fused.fingerprints)
+    assert table["a part of"] == ["transformer_2"]
     assert table["fused with"] == ["unknown: there is no fused.json beside it"]
 
 
@@ -747,7 +749,10 @@ def test_a_fused_folder_without_its_marker(pair_out: Pair, tmp_path: Path) -> No
     assert found.container == "pipeline" and found.fused is not None
     assert found.fused.marker is None
     document: Any = found.document()
-    assert document["fused"] == {"fingerprints": list(found.fused.fingerprints), "marker": None, "loras": []}
+    parts = ["transformer", "transformer_2"]
+    assert document["fused"] == {
+        "fingerprints": list(found.fused.fingerprints), "components": parts, "marker": None, "loras": [],
+    }  # fmt: skip
 
 
 def test_one_fused_file(tmp_path: Path) -> None:
@@ -768,7 +773,8 @@ def test_the_fingerprint_alone_is_enough(tmp_path: Path) -> None:
     path = write_safetensors(
         tmp_path / "x.safetensors", [tensor("a.weight")], metadata={FINGERPRINT_KEY: "f"}
     )
-    assert checkpoint(path).document()["fused"] == {"fingerprints": ["f"], "marker": None, "loras": []}
+    found = {"fingerprints": ["f"], "components": [], "marker": None, "loras": []}
+    assert checkpoint(path).document()["fused"] == found
 
 
 # What is none of these

@@ -76,7 +76,25 @@ def test_importing_the_package_loads_the_standard_library_alone() -> None:
     assert not foreign(modules)
 
 
-@pytest.mark.parametrize("module", ["marker", "digest", "header", "errors", "specs", "reading", "lora.scale"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "marker",
+        "digest",
+        "header",
+        "errors",
+        "specs",
+        "reading",
+        "lora.scale",
+        "lora.sampling",
+        "serving_notes",
+        "filenames",
+        "integrity",
+        "strays",
+        "check_report",
+        "preflight",
+    ],
+)
 def test_modules_of_the_standard_library_alone(module: str) -> None:
     assert not foreign(modules_after(f"import fuselora.{module}"))
 

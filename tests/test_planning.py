@@ -17,10 +17,9 @@ import fuselora
 from fuselora import synth
 from fuselora.families.wan import WAN
 from fuselora.header import DTYPE_BITS, PAGE, TensorInfo, read_header
-from fuselora.marker import FINGERPRINT_KEY
+from fuselora.marker import COMPONENT_KEY, FINGERPRINT_KEY
 from fuselora.planning import (
     CHUNK_ELEMENTS,
-    COMPONENT_KEY,
     PENDING,
     UNIT_ROWS,
     Copy,

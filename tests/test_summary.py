@@ -13,7 +13,6 @@ from fuselora.match import Hit
 from fuselora.pipeline import merge, plan
 from fuselora.summary import (
     PENDING,
-    error_document,
     lora_document,
     main_dtype,
     models_of,
@@ -65,8 +64,8 @@ def test_a_plan(planned: FusePlan) -> None:
     assert document["peak_memory_bytes"] > 1 << 20
     assert [warning["code"] for warning in document["warnings"]] == ["skipped"]
     assert set(document) == {
-        "base", "components", "loras", "bytes_in", "bytes_out", "peak_memory_bytes", "fingerprint", "pending",
-        "warnings",
+        "base", "layout", "skeleton", "components", "loras", "serving", "bytes_in", "bytes_out",
+        "peak_memory_bytes", "fingerprint", "pending", "warnings",
     }  # fmt: skip
 
 
@@ -177,7 +176,7 @@ def test_a_finished_run(tmp_path: Path) -> None:
 
 def test_a_failure_with_its_facts() -> None:
     error = CheckpointError("base: is odd", hint="Fix it.", path="base", tensor="q", code="x")
-    assert as_json(error_document(error, ())) == {
+    assert as_json(error.document()) == {
         "error": {
             "code": "checkpoint",
             "message": "base: is odd",
@@ -190,7 +189,7 @@ def test_a_failure_with_its_facts() -> None:
 
 def test_a_refusal_with_every_fault() -> None:
     faults = (Fault("shape", "q is odd", path="x", key="q", hint="h", facts={"n": 1}), Fault("list", "two"))
-    document = as_json(error_document(Refused(faults), faults))
+    document = as_json(Refused(faults).document())
     assert document["error"]["code"] == "refused"
     assert document["error"]["message"] == "x: q is odd\ntwo"
     assert document["error"]["hint"] == "h"

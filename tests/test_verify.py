@@ -287,7 +287,7 @@ def agree_with_swap(marker: Any) -> None:
 def test_swapped_experts(pair: Pair, tmp_path: Path) -> None:
     out = pair.copy(tmp_path / "out", digests=True)
     swap_experts(out)
-    assert {"content", "header"} & codes(verify(out))
+    assert "component" in codes(verify(out))
 
 
 @pytest.mark.parametrize("digests", [False, True])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO, Literal, NoReturn
 from fuselora.digest import READ_BYTES, sha256_file
 from fuselora.errors import ChangedError, CheckpointError
 from fuselora.fields import NOT_IN_PATHS
+from fuselora.filenames import is_private
 from fuselora.marker import FILE_NAME as MARKER_NAME
 from fuselora.marker import JOURNAL_NAME
 from fuselora.output.disk import writing
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from fuselora.specs import Assets
 
 How = Literal["copy", "reflink", "hardlink", "symlink", "skip"]
-# What version control and huggingface_hub keep in a folder for themselves.
-PRIVATE = ("/.git", "/.cache/huggingface")
 SHOWN = 12
 _FICLONE = 0x40049409  # ioctl_ficlone(2)
 # Another device, a file system without hard links, too many links, or a file that the kernel protects.
@@ -102,7 +101,7 @@ def _walk(folder: Path, prefix: str, trail: tuple[str, ...], bounds: _Bounds) ->
     for name in names:
         path, place = prefix + name, folder / name
         target = os.path.realpath(place)
-        if f"/{path}".endswith(PRIVATE):
+        if is_private(path):
             continue
         if place.is_dir() and target not in trail and Path(target).is_relative_to(bounds.root):
             yield from _walk(place, f"{path}/", trail, bounds)

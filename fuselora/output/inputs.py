@@ -30,7 +30,7 @@ def refuse_inputs(places: Sequence[Path], inputs: Sequence[Path]) -> None:
             if relation := _relation(place, source):
                 raise OutputError(
                     f"{place}: {relation} the input {source}",
-                    hint="Choose an --out apart from the base and the LoRAs.",
+                    hint="Choose an --out apart from all inputs.",
                     path=str(place),
                     input=str(source),
                 )

@@ -12,6 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fuselora.filenames import BESIDE as BESIDE
+from fuselora.filenames import FORMER_NAME as FORMER_NAME
+from fuselora.filenames import STAGE_NAME as STAGE_NAME
 from fuselora.marker import FILE_NAME as MARKER_NAME
 from fuselora.marker import JOURNAL_NAME
 from fuselora.output import claims
@@ -20,10 +23,6 @@ from fuselora.output.disk import sync_folder, sync_tree
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-STAGE_NAME = "fuselora.partial"
-FORMER_NAME = "fuselora.former"
-# Beside what is published: our own folders and lock, and what mkfs leaves in a new ext file system.
-BESIDE = frozenset({STAGE_NAME, f"{STAGE_NAME}.lock", FORMER_NAME, "lost+found"})
 _MOUNTS = Path("/proc/self/mountinfo")
 
 

@@ -23,16 +23,26 @@ def marker_bytes(shards: Mapping[str, bytes], side_files: Mapping[str, bytes]) -
     def rows(files: Mapping[str, bytes]) -> list[dict[str, object]]:
         return [{"path": p, "bytes": len(c), "sha256": sha256(c), "fused": 0} for p, c in files.items()]
 
-    component = {"dtype": "bfloat16", "tensors": 2, "fused": 1, "files": rows(shards)}
-    lora = {"name": "x", "content_sha256": "0" * 64, "component": "transformer", "strength": 1.0}
+    component = {"dtype": "bfloat16", "tensors": 2, "fused": 1, "copied": 1, "files": rows(shards)}
+    lora = {
+        "name": "x", "content_sha256": "0" * 64, "component": "transformer", "strength": 1.0,
+        "dialect": "lora_A/B", "ranks": [1], "alpha": {"source": "rank", "values": [1.0]}, "scales": [],
+        "applied": {"pairs": 1, "diff": 0, "diff_b": 0, "replace": 0}, "skipped": [],
+    }  # fmt: skip
     return encode(
         {
             "schema": SCHEMA,
+            "tool": {"name": "fuselora", "version": "0"},
+            "created": "2026-12-01T12:00:00Z",
             "lora_is_fused": True,
             "fingerprint": f"sha256:{'1' * 64}",
+            "base": {"source": "x", "family": None, "layout": None},
             "components": {"transformer": component},
             "side_files": rows(side_files),
             "loras": [lora],
+            "warnings": [],
+            "math": {"accumulate": "x", "rounding": "x", "device": "cpu", "kernel": "x"},
+            "policy": {"distill_lora": "refuse", "dynamic_lora": "allow"},
         }
     )
 
