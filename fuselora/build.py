@@ -12,23 +12,25 @@ import torch
 
 from fuselora import marker
 from fuselora.content import check_unchanged
-from fuselora.engine.kernel import Kernel, Lost, choose
-from fuselora.engine.settings import exact_settings
+from fuselora.engine.kernel import Lost
+from fuselora.engine.means import Means, choose_means
+from fuselora.engine.settings import cpu_type, exact_settings
 from fuselora.engine.stream import WrittenFile, write_file
 from fuselora.errors import FuseloraError, Notice, OutputError, ReadError
 from fuselora.output import assets, disk, space, staging
 from fuselora.output.index import encode_index
 from fuselora.output.journal import BaseState, Entry, Journal, reusable
 from fuselora.record import Machine, SideRecord, WeightRecord, marker_document
+from fuselora.side_files import survey
 
 if TYPE_CHECKING:
     from datetime import datetime
     from pathlib import Path, PurePosixPath
 
-    from fuselora.output.assets import SideFile
     from fuselora.output.staging import Stage
     from fuselora.planning import FusePlan, OutputFile
     from fuselora.progress import Progress
+    from fuselora.side_files import SideFile
 
 Advance = Callable[[int], None]
 
@@ -49,13 +51,14 @@ def build(plan: FusePlan, stage: Stage, progress: Progress, created: datetime) -
     After a failure that a rerun can finish, the stage stays and the error says so; after a refusal
     nothing of it is left.
     """
+    means = choose_means(plan.request, plan.fused_steps)
     with staging.open_stage(stage), _kept_or_discarded(stage, resumable=plan.request.digest):
-        run = _Build(plan, stage, choose(plan.request.kernel))
+        run = _Build(plan, stage, means)
         side_files = run.side_files()
         n_side = sum(side.n_bytes for side in side_files)
         space.require(stage.folder, run.missing_bytes(n_side))
         phase = progress.phase("fuse", plan.bytes_out + n_side)
-        with exact_settings(plan.request.jobs), phase as advance:
+        with exact_settings(), phase as advance:
             return run.everything(side_files, advance, created)
 
 
@@ -63,13 +66,13 @@ def build(plan: FusePlan, stage: Stage, progress: Progress, created: datetime) -
 class _Build:
     plan: FusePlan
     stage: Stage
-    kernel: Kernel
+    means: Means
 
     def everything(self, side_files: tuple[SideFile, ...], advance: Advance, created: datetime) -> Built:
         weights, lost, kept = self._shards(side_files, advance)
         self._check_loras()
         sides = [*self._indexes(), *self._edited(), *self._placed(side_files, advance)]
-        notices = (*self.plan.notices, *_lost_notices(lost))
+        notices = (*self.plan.notices, *self.means.notices, *_lost_notices(lost))
         document = marker_document(self.plan, weights, sides, self._machine(), notices, created)
         content = marker.encode(document)
         disk.write_file(self.stage.folder / marker.FILE_NAME, content)
@@ -87,7 +90,7 @@ class _Build:
         def exclude(path: str) -> bool:
             return path in edited or (rest.root / path).resolve() in loras or not rest.takes_along(path)
 
-        return assets.survey(rest.root, exclude=exclude)
+        return survey(rest.root, exclude=exclude)
 
     def missing_bytes(self, side_bytes: int) -> int:
         """Bytes still to be written: shards that an earlier run finished are there already."""
@@ -103,7 +106,8 @@ class _Build:
         lost: dict[str, Lost] = {}
         kept: list[str] = []
         assert self.plan.fingerprint is not None  # a plan without the data pass is never executed
-        with Journal.open(self.stage.folder, self.plan.fingerprint, files=self._paths(side_files)) as journal:
+        identity = f"{self.plan.fingerprint} by {self._machine()}"
+        with Journal.open(self.stage.folder, identity, files=self._paths(side_files)) as journal:
             for component in self.plan.components:
                 for file in component.files:
                     entry = journal.finished().get(str(file.path))
@@ -128,7 +132,7 @@ class _Build:
         target = self.stage.folder / file.path
         with disk.writing(target, file.n_bytes):
             target.parent.mkdir(parents=True, exist_ok=True)
-            written = write_file(file, target, self.kernel, digest=self.plan.request.digest, advance=advance)
+            written = write_file(file, target, self.means, advance=advance)
         if written.sha256 and written.base_sha256:
             state = BaseState.of(written.base_status, written.base_sha256)
             journal.record(Entry(str(file.path), file.n_bytes, written.sha256, state))
@@ -170,9 +174,10 @@ class _Build:
             yield SideRecord(side.path, side.n_bytes, placed.sha256, link)
 
     def _machine(self) -> Machine:
-        accumulate = str(self.kernel.dtype).removeprefix("torch.")
-        cpu = torch.backends.cpu.get_cpu_capability().lower()
-        return Machine(self.kernel.name, accumulate, cpu, torch.__version__)
+        kernels = [self.means.kernels.of(step) for step in self.plan.fused_steps]
+        used = {kernel.name: kernel.accumulate for kernel in kernels or self.means.kernels.choices[-1:]}
+        sums = " + ".join(sorted(set(used.values())))
+        return Machine(" + ".join(sorted(used)), sums, self.means.device, cpu_type(), torch.__version__)
 
 
 def _record(file: OutputFile, sha256: str | None, base_sha256: str | None) -> WeightRecord:

@@ -1,42 +1,66 @@
-"""How much memory a plan needs at its peak: a resident part, fixed buffers, and one tensor's factors."""
+"""How much memory a plan needs at its peak: a resident part, blocks under way and their factors. No torch."""
 
 from __future__ import annotations
 
 import math
+from collections import ChainMap, deque
 from typing import TYPE_CHECKING
 
-from fuselora.header import DTYPE_BITS
-from fuselora.planning import COPY_BYTES, Fuse, LowRank
+from fuselora.engine.blocks import Block, blocks, buffer_bytes
+from fuselora.engine.threads import blocks_under_way, cores, workers
+from fuselora.planning import Fuse, LowRank
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from fuselora.planning import FusePlan, OutputFile
     from fuselora.specs import Kernel
 
-RESIDENT_BYTES = 320 << 20  # Python, torch and its thread pools
-N_BUFFERS = 4  # read ahead, and as many written behind
+RESIDENT_BYTES = 320 << 20  # Python, torch and the stacks of its threads
+# of an element of a factor; a kernel that takes them as they are needs less
 ITEM_BYTES: Mapping[Kernel, int] = {"auto": 4, "reference": 8}
-# for each element of a chunk, measured: the sum and a copy; in float64 its terms and what rounding compares
-SCRATCH_BYTES: Mapping[Kernel, int] = {"auto": 8, "reference": 120}
+# of an element of a chunk, measured: its sum, its rounded copy and the sample that rounding is counted on;
+# in float64 the terms of a sum and what rounding compares too
+SCRATCH_BYTES: Mapping[Kernel, int] = {"auto": 24, "reference": 120}
 
 
 def peak_memory(plan: FusePlan) -> int:
-    """Resident bytes at the peak: it follows the largest chunk and pair of factors, not the model's size."""
-    kernel = plan.request.kernel
-    return RESIDENT_BYTES + max((_file_memory(file, kernel) for file in plan.files), default=0)
+    """Resident bytes at the peak: they follow chunks, factors and threads, not the model's size."""
+    jobs = plan.request.jobs or cores()
+    return RESIDENT_BYTES + max((_file_memory(f, plan.request.kernel, jobs) for f in plan.files), default=0)
 
 
-def _file_memory(file: OutputFile, kernel: Kernel) -> int:
-    fused = [step for step in file.steps if isinstance(step, Fuse)]
-    buffers = N_BUFFERS * COPY_BYTES
-    return buffers + max((_step_memory(step, kernel) for step in fused), default=0)
+def _file_memory(file: OutputFile, kernel: Kernel, jobs: int) -> int:
+    cut, n_blocks = tuple(blocks(file)), blocks_under_way(jobs)
+    buffers = n_blocks * sum(buffer_bytes(cut))
+    scratch = workers(jobs) * _largest_chunk(file) * SCRATCH_BYTES[kernel]
+    return buffers + scratch + _factors(cut, n_blocks) * ITEM_BYTES[kernel]
 
 
-def _step_memory(step: Fuse, kernel: Kernel) -> int:
-    """Buffers of one chunk, what its sum needs, and all factors in the dtype of the sums."""
-    elements = max((last - first for first, last in step.chunks), default=0) * step.columns
-    item_bytes = (DTYPE_BITS[step.base_dtype] + DTYPE_BITS[step.dtype]) // 8
-    factors = [f for d in step.deltas if isinstance(d, LowRank) for f in (d.up, d.down)]
-    in_factors = sum(math.prod(factor.shape) for factor in factors)
-    return elements * (N_BUFFERS * item_bytes + SCRATCH_BYTES[kernel]) + in_factors * ITEM_BYTES[kernel]
+def _largest_chunk(file: OutputFile) -> int:
+    """Its elements."""
+    fused = (step for step in file.steps if isinstance(step, Fuse))
+    return max((max(last - first for first, last in step.chunks) * step.columns for step in fused), default=0)
+
+
+def _factors(cut: Iterable[Block], n_blocks: int) -> int:
+    """The elements of all factors that blocks under way at once need, each tensor's once."""
+    under_way: deque[dict[str, int]] = deque(maxlen=n_blocks)
+    most = 0
+    for found in map(_factors_of, cut):
+        news = found and not (under_way and found == under_way[-1])
+        under_way.append(found)
+        if news:
+            most = max(most, sum(ChainMap(*under_way).values()))
+    return most
+
+
+def _factors_of(block: Block) -> dict[str, int]:
+    """base_key -> elements of its pairs; a difference is read in rows."""
+    fused = {part.step.base_key: part.step for part in block.parts if part.step}
+    return {key: found for key, step in fused.items() if (found := _pair_elements(step))}
+
+
+def _pair_elements(step: Fuse) -> int:
+    pairs = (delta for delta in step.deltas if isinstance(delta, LowRank))
+    return sum(math.prod(factor.shape) for pair in pairs for factor in (pair.up, pair.down))

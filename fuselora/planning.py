@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,16 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from fuselora.digest import sha256_json, tagged
-from fuselora.header import DTYPE_BITS, PAGE, Header, TensorInfo, encode_header
+from fuselora.header import (
+    DTYPE_BITS,
+    DTYPE_CODES,
+    DTYPE_NAMES,
+    PAGE,
+    Header,
+    TensorInfo,
+    bytes_by_dtype,
+    encode_header,
+)
 from fuselora.marker import COMPONENT_KEY, FINGERPRINT_KEY, SCHEMA
 from fuselora.match import FUSABLE, Hit, Matching
 from fuselora.naming import Naming, as_base, as_diffusers
@@ -27,14 +37,12 @@ if TYPE_CHECKING:
     from fuselora.errors import Notice
     from fuselora.families import Family, Layout
     from fuselora.skeleton import Skeleton
-    from fuselora.specs import Dtype, Request
+    from fuselora.specs import Request
 
 CHUNK_ELEMENTS = 1 << 20  # a chunk and its float32 copy stay in a core's cache
 UNIT_ROWS = 64  # fewer rows were seen to change the bits of a matrix product
-COPY_BYTES = 8 << 20  # one read of a copied range
+BLOCK_BYTES = 8 << 20  # base bytes that are read, computed and written as one
 PENDING = tagged("0" * 64)  # stands for the fingerprint while the LoRA data is unread: same length
-DTYPE_CODES: Mapping[Dtype, str] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-DTYPE_OF_CODE: Mapping[str, Dtype] = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +178,11 @@ class FusePlan:
     def rest(self) -> Checkpoint | Skeleton:
         """Where all that is no weights comes from."""
         return self.skeleton or self.checkpoint
+
+    @property
+    def fused_steps(self) -> tuple[Fuse, ...]:
+        """Everything that is computed, in the order of the files."""
+        return tuple(step for file in self.files for step in file.steps if isinstance(step, Fuse))
 
     @property
     def files(self) -> tuple[OutputFile, ...]:
@@ -325,11 +338,9 @@ class _ComponentLayout:
 
     def _main_dtype(self, sizes: Mapping[str, int]) -> str:
         """The dtype that holds most of the component's bytes."""
-        totals: dict[str, int] = {}
-        for tensor in self.component.tensors().values():
-            dtype = self.dtype_of(tensor)
-            totals[dtype] = totals.get(dtype, 0) + sizes[tensor.name]
-        return max(totals, key=lambda dtype: totals[dtype]) if totals else "none"
+        tensors = self.component.tensors().values()
+        written = bytes_by_dtype((self.dtype_of(tensor), sizes[tensor.name]) for tensor in tensors)
+        return next(iter(written), "none")
 
     def _file(self, shard: Header, path: PurePosixPath, fingerprint: str) -> OutputFile:
         n_fused = sum(tensor.name in self.hits for tensor in shard.tensors)
@@ -399,13 +410,8 @@ def _adjoins(run: Copy, step: Copy) -> bool:
 
 
 def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """(out, in) of a matrix; a vector is one row; everything after the first dimension is flattened."""
-    if len(shape) < 2:
-        return 1, shape[0] if shape else 1
-    columns = 1
-    for size in shape[1:]:
-        columns *= size
-    return shape[0], columns
+    """(out, in) of a matrix, everything after the first dimension flattened; a vector is one column."""
+    return (shape[0] if shape else 1), math.prod(shape[1:])
 
 
 def _placed(tensors: Sequence[tuple[TensorInfo, str]]) -> Iterator[TensorInfo]:
@@ -446,22 +452,25 @@ def _edited_configs(
     for component, planned in zip(checkpoint.components, components, strict=True):
         config = skeleton.configs[component.name] if skeleton else component.config
         path = (PurePosixPath(component.name) if skeleton else component.folder) / "config.json"
-        dtype = DTYPE_OF_CODE.get(planned.dtype) if skeleton else request.dtype
+        dtype = DTYPE_NAMES.get(planned.dtype) if skeleton else request.dtype
         named = {"torch_dtype", "dtype"} & config.keys()
         if dtype and dtype != "keep" and any(config[name] != dtype for name in named):
-            text = ((skeleton or checkpoint).root / path).read_bytes().decode("utf-8")
-            edited[path] = _with_dtype(text, config, named, dtype).encode("utf-8")
+            source = (skeleton or checkpoint).root / path
+            with reading(source):
+                content = source.read_bytes()
+            edited[path] = _with_dtype(content, config, named, dtype)
     return edited
 
 
-def _with_dtype(text: str, config: Mapping[str, object], named: set[str], dtype: str) -> str:
+def _with_dtype(content: bytes, config: Mapping[str, object], named: set[str], dtype: str) -> bytes:
     """A config whose top-level ``named`` entries say ``dtype``; spelled as before where that is safe."""
-    pattern = r'("(?:torch_dtype|dtype)"\s*:\s*)"[^"]*"'
-    edited, count = re.subn(pattern, rf'\1"{dtype}"', text)
+    pattern = rb'("(?:torch_dtype|dtype)"\s*:\s*)"[^"]*"'
+    edited, count = re.subn(pattern, rf'\1"{dtype}"'.encode(), content)
     wanted = {**config, **dict.fromkeys(named, dtype)}
     if count == len(named) and json.loads(edited) == wanted:
         return edited
-    return json.dumps(wanted, indent=2) + "\n"  # a nested entry has the same name
+    # A nested entry has the same name, or the text is UTF-16.
+    return (json.dumps(wanted, indent=2) + "\n").encode("utf-8")
 
 
 def _fingerprint(

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from fuselora import __version__
 from fuselora.digest import artifact_digest, tagged
+from fuselora.header import dtype_name
 from fuselora.marker import SCHEMA
-from fuselora.match import plain_name
+from fuselora.match import COUNTED, plain_name
 
 if TYPE_CHECKING:
     from fuselora.content import LoraContent
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     from fuselora.match import Hit, Matching
     from fuselora.planning import ComponentPlan, FusePlan, OutputFile
     from fuselora.skeleton import Skeleton
-
-DTYPE_NAMES: Mapping[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-COUNTED = {"pair": "pairs", "diff": "diff", "diff_b": "diff_b", "diff_m": "diff_m"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +43,13 @@ class SideRecord:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the bits depend on beside the inputs: kernel, CPU type and torch's version."""
+    """What the bits depend on beside the inputs: kernel, device, CPU type and torch's version."""
 
     kernel: str
     accumulate: str
+    device: str
     cpu: str
     torch: str
-
-
-def dtype_name(code: str) -> str:
-    """A safetensors dtype as torch calls it, where the two differ."""
-    return DTYPE_NAMES.get(code, code)
 
 
 def marker_document(
@@ -77,11 +71,11 @@ def marker_document(
         "components": {c.name: _component(c, weights) for c in plan.components},
         "side_files": [_side_file(side) for side in side_files],
         "loras": _loras(plan),
-        "warnings": [{"code": n.code, "message": n.message, **n.facts} for n in notices],
+        "warnings": [notice.document() for notice in notices],
         "math": {
             "accumulate": machine.accumulate,
             "rounding": "once, nearest even",
-            "device": "cpu",
+            "device": machine.device,
             "kernel": machine.kernel,
             "cpu": machine.cpu,
         },

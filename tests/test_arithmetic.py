@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import fuselora
-from fuselora.engine.kernel import FLOAT32, REFERENCE, Kernel
+from fuselora.engine.kernel import FLOAT32, REFERENCE, Kernel, Loaded, choose
 from fuselora.errors import NumericError
 from fuselora.planning import Fuse, OutputFile
 from tests.delta.reference import Values, exact, rounded, ulp
@@ -251,14 +251,13 @@ def fused(file: OutputFile, kernel: Kernel, key: str) -> bytes:
     (step,) = [step for step in file.steps if isinstance(step, Fuse) and step.base_key == key]
     source = bytearray(file.base.path.read_bytes()[step.source : step.source + step.base_bytes])
     target = bytearray(step.n_bytes)
-    loaded = kernel.load(step)
+    loaded = Loaded(step, kernel.load(step))
     base_row, out_row = step.base_bytes // step.rows, step.n_bytes // step.rows
     for first, last in step.chunks:
         loaded.fuse(
             memoryview(source)[first * base_row : last * base_row],
             memoryview(target)[first * out_row : last * out_row],
-            first,
-            last,
+            [(first, last)],
         )
     return bytes(target)
 
@@ -308,13 +307,41 @@ def test_a_tensor_is_the_same_alone_and_among_others(tmp_path: Path) -> None:
     assert torch.equal(found["a0"], others["a0"])
 
 
-def test_float32_kernel_alone_is_within_the_bound(tmp_path: Path) -> None:
-    inputs = make(tmp_path, BF16, F32, 1, (300, 200))
+@pytest.mark.parametrize("factors", [BF16, F32])
+def test_each_kernel_alone_is_within_the_bound(tmp_path: Path, factors: torch.dtype) -> None:
+    """Of those that this CPU may choose, and the fallback for where it has no bfloat16 products."""
+    inputs = make(tmp_path, BF16, factors, 1, (300, 200))
     (file,) = planned(inputs.base, inputs.specs).files
-    raw = bytearray(fused(file, FLOAT32, "a.weight"))
-    found = exact(torch.frombuffer(raw, dtype=BF16).view(300, 200))
     total, size = inputs.sums("a.weight")
-    assert beyond_bound(found, total, size, BF16, 2.0**-20) == 0
+    (step,) = [step for step in file.steps if isinstance(step, Fuse) and step.base_key == "a.weight"]
+    for kernel in {FLOAT32, *choose("auto").choices}:
+        if kernel.fits(step):
+            raw = bytearray(fused(file, kernel, "a.weight"))
+            found = exact(torch.frombuffer(raw, dtype=BF16).view(300, 200))
+            assert beyond_bound(found, total, size, BF16, 2.0**-20) == 0
+
+
+@pytest.mark.parametrize("n_loras", [1, 4])
+def test_nearly_all_is_exact_by_the_fallback_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_loras: int
+) -> None:
+    """A CPU without bfloat16 products meets the same bar."""
+    inputs = make(tmp_path, BF16, BF16, n_loras, (1024, 1024))
+    monkeypatch.setattr("fuselora.engine.kernel.computes_bf16", lambda: False)
+    found = exact(merged(inputs, tmp_path / "out")["a.weight"])
+    total, _ = inputs.sums("a.weight")
+    assert (found == rounded(total, BF16)).mean() >= 0.9999
+
+
+def test_several_loras_of_one_scale_are_nearly_all_exact(tmp_path: Path) -> None:
+    """The fast way joins them to one product."""
+    inputs = make(tmp_path, BF16, BF16, 4, (1024, 1024))
+    inputs = replace(inputs, specs=tuple(f"{path}:1" for path in inputs.loras))
+    found = exact(merged(inputs, tmp_path / "out")["a.weight"])
+    total = exact(inputs.tensors["a.weight"]).copy()
+    for parts in inputs.parts:
+        total += 0.5 * exact(parts["a.lora_up.weight"]) @ exact(parts["a.lora_down.weight"])
+    assert (found == rounded(total, BF16)).mean() >= 0.9999
 
 
 # what does not fit

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ from safetensors.torch import load_file
 
 import fuselora
 from fuselora import synth
+from fuselora.errors import ReadError
 from fuselora.families.wan import WAN
 from fuselora.header import DTYPE_BITS, PAGE, TensorInfo, read_header
 from fuselora.marker import COMPONENT_KEY, FINGERPRINT_KEY
@@ -131,6 +134,8 @@ def test_the_grid_is_a_function_of_the_shape(rows: int, columns: int) -> None:
         (129, 1 << 20, ((0, 64), (64, 129))),
         (500, 5120, ((0, 192), (192, 500))),
         (0, 16, ((0, 0),)),
+        (5120, 1, ((0, 5120),)),
+        (3 << 20, 1, ((0, 1 << 20), (1 << 20, 2 << 20), (2 << 20, 3 << 20))),  # a vector is one column
     ],
 )
 def test_known_grids(rows: int, columns: int, grid: tuple[tuple[int, int], ...]) -> None:
@@ -186,7 +191,7 @@ def test_deltas_stand_in_the_order_of_the_loras(tmp_path: Path) -> None:
     (bias,) = by_key["a.bias"].deltas
     assert isinstance(bias, Full)
     assert bias.scale == 0.5
-    assert (by_key["a.bias"].rows, by_key["a.bias"].columns) == (1, 8)
+    assert (by_key["a.bias"].rows, by_key["a.bias"].columns) == (8, 1)
 
 
 def test_factors_are_found_by_their_offsets(tmp_path: Path) -> None:
@@ -212,7 +217,7 @@ def test_a_diff_of_any_shape_is_seen_as_a_matrix(tmp_path: Path, shape: tuple[in
     (step,) = only_file(planned(base, [one])).steps
     assert isinstance(step, Fuse)
     assert step.rows * step.columns == noise(*shape).numel()
-    assert step.rows == (shape[0] if len(shape) > 1 else 1)
+    assert step.rows == (shape[0] if shape else 1)
     assert step.chunks == chunk_grid(step.rows, step.columns)
 
 
@@ -459,6 +464,40 @@ def test_a_config_follows_the_dtype_and_changes_in_nothing_else(tmp_path: Path, 
     edited = planned(base, [wan_lora], dtype="bfloat16").edited
     wanted = text.replace('"torch_dtype" :  "float32"', '"torch_dtype" :  "bfloat16"').encode()
     assert edited == {PurePosixPath("transformer/config.json"): wanted}
+
+
+@pytest.mark.parametrize(
+    ("encoding", "kept"), [("utf-8", True), ("utf-8-sig", True), ("utf-16", False), ("utf-16-le", False)]
+)
+def test_a_config_in_any_encoding_follows_the_dtype(
+    tmp_path: Path, wan_lora: Path, encoding: str, kept: bool
+) -> None:
+    """One that json reads and that is not UTF-8 is spelled anew."""
+    base = synth.write_pipeline(tmp_path / "base", SIZE, dtype="F32")
+    config = base / "transformer" / "config.json"
+    text = config.read_text().replace("{", '{"torch_dtype":"float32", "note": "\u00fc",', 1)
+    config.write_bytes(text.encode(encoding))
+    (edited,) = planned(base, [wan_lora], dtype="bfloat16").edited.values()
+    assert json.loads(edited) == {**json.loads(text), "torch_dtype": "bfloat16"}
+    assert (edited == text.replace("float32", "bfloat16").encode(encoding)) == kept
+
+
+def test_a_config_that_can_no_longer_be_read(
+    tmp_path: Path, wan_lora: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = synth.write_pipeline(tmp_path / "base", SIZE, dtype="F32")
+    config = base / "transformer" / "config.json"
+    config.write_text(config.read_text().replace("{", '{"torch_dtype": "float32",', 1))
+    read, times = Path.read_bytes, iter(range(9))
+
+    def once(path: Path) -> bytes:
+        if path == config and next(times):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", once)
+    with pytest.raises(ReadError, match=rf"^{config}: cannot be read: Input/output error"):
+        planned(base, [wan_lora], dtype="bfloat16")
 
 
 # the fingerprint

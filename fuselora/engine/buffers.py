@@ -9,26 +9,38 @@ import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fuselora.engine.lanes import Flow
+
+Memory = mmap.mmap | memoryview
 
 
 def own_memory(n_bytes: int) -> mmap.mmap:
-    """Page-aligned memory that goes back to the system when it is let go; freed parts of the heap stay."""
-    return mmap.mmap(-1, max(n_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Page-aligned memory that goes back to the system when it is let go; freed parts of the heap stay.
+
+    Raises ``MemoryError`` when there is none.
+    """
+    try:
+        return mmap.mmap(-1, max(n_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:  # which would be taken for the disk's
+        raise MemoryError(f"{n_bytes} bytes: {error.strerror}") from error
 
 
 class Buffer:
     """One buffer of a pool. It returns to the pool when every holder has released it."""
 
-    def __init__(self, pool: Pool, n_bytes: int) -> None:
+    def __init__(self, pool: Pool, memory: Memory) -> None:
         # weak, or the memory of a finished file would wait for the garbage collector
         self._pool = weakref.ref(pool)
-        self._memory = own_memory(n_bytes)
+        self._memory = memory
         self._lock = threading.Lock()
         self._holders = 0
 
-    def bytes(self, n_bytes: int) -> memoryview:
-        return memoryview(self._memory)[:n_bytes]
+    @property
+    def room(self) -> memoryview:
+        """All of it; starts on a page of memory."""
+        return memoryview(self._memory)
 
     def hold(self, n_holders: int) -> None:
         with self._lock:
@@ -46,10 +58,10 @@ class Buffer:
 class Pool:
     """``n_buffers`` buffers of ``n_bytes`` each, allocated once."""
 
-    def __init__(self, n_buffers: int, n_bytes: int) -> None:
+    def __init__(self, n_buffers: int, n_bytes: int, allocate: Callable[[int], Memory] = own_memory) -> None:
         self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         for _ in range(n_buffers):
-            self._free.put(Buffer(self, n_bytes))
+            self._free.put(Buffer(self, allocate(n_bytes)))
 
     def take(self, flow: Flow) -> Buffer:
         """A free buffer, held once. Raises ``Stopped`` when the flow failed while waiting."""

@@ -1,28 +1,26 @@
-"""Kernels: how one chunk of one tensor is computed, and the factors it needs, read per tensor."""
+"""Kernels: how the rows of one tensor are computed, and which kernel a step gets."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from fuselora.delta.rounding import round_once
 from fuselora.delta.sums import add_full, add_full_exactly, add_low_rank, add_low_rank_exactly
-from fuselora.engine.buffers import own_memory
+from fuselora.engine.factors import read_factor, read_joined, read_rows
+from fuselora.engine.settings import exact_settings
 from fuselora.errors import NumericError
-from fuselora.header import DTYPE_BITS
-from fuselora.planning import UNIT_ROWS, Factor, Full, Fuse, LowRank
-from fuselora.reading import changed, reading
+from fuselora.planning import UNIT_ROWS, Full, Fuse, LowRank
 from fuselora.tensors import all_finite, view
 
 if TYPE_CHECKING:
-    from fuselora.specs import Kernel as KernelName
+    from collections.abc import Callable
 
-READ_ELEMENTS = 1 << 20
-Add = Callable[[torch.Tensor, int, int], None]
+    from fuselora.specs import Kernel as KernelName
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +34,57 @@ class Lost:
         return Lost(self.touched + other.touched, self.unchanged + other.unchanged)
 
 
+class Sum(Protocol):
+    """A step with its factors in memory."""
+
+    def rows(self, base: torch.Tensor, out: torch.Tensor, first: int, last: int) -> Lost:
+        """Compute rows ``first`` to ``last``; ``out`` may be ``base`` itself."""
+
+
+class Kernel(Protocol):
+    """Arithmetic for the steps that it fits; ``name`` and ``accumulate`` go into the marker."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def accumulate(self) -> str: ...
+
+    def fits(self, step: Fuse) -> bool: ...
+
+    def load(self, step: Fuse) -> Sum:
+        """Read the step's factors. Raises ``ChangedError`` when a LoRA is not what it was."""
+
+
 @dataclass(frozen=True, slots=True)
-class Kernel:
-    """Arithmetic in one dtype: ``name`` goes into the marker."""
+class Loaded:
+    """A step, its sum, and where both are said to be wrong."""
+
+    step: Fuse
+    sum: Sum
+
+    def fuse(self, source: memoryview, target: memoryview, chunks: Sequence[tuple[int, int]]) -> Lost:
+        """Compute neighbouring chunks from base bytes into output bytes, which may be the same.
+
+        Raises ``NumericError`` if any element is not finite.
+        """
+        start, end = chunks[0][0], chunks[-1][1]
+        shape = (end - start, self.step.columns)
+        n_elements = shape[0] * shape[1]
+        base = view(source, self.step.base_dtype, n_elements).view(shape)
+        out = view(target, self.step.dtype, n_elements).view(shape)
+        lost = Lost()
+        for first, last in chunks:
+            rows = slice(first - start, last - start)
+            lost += self.sum.rows(base[rows], out[rows], first, last)
+            if not all_finite(out[rows]):
+                raise _non_finite(self.step)
+        return lost
+
+
+@dataclass(frozen=True, slots=True)
+class Wide:
+    """Sums in a wide dtype, rounded once; fits every step."""
 
     name: str
     dtype: torch.dtype
@@ -46,11 +92,18 @@ class Kernel:
     full: Callable[[torch.Tensor, torch.Tensor, float], None]
     rounded: Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 
-    def load(self, step: Fuse) -> LoadedStep:
-        """Read the step's factors. Raises ``ChangedError`` when a LoRA is not what it was."""
-        return LoadedStep(self, step, tuple(self._adder(delta, step.columns) for delta in step.deltas))
+    @property
+    def accumulate(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
 
-    def _adder(self, delta: LowRank | Full, columns: int) -> Add:
+    def fits(self, step: Fuse) -> bool:
+        del step
+        return True
+
+    def load(self, step: Fuse) -> Sum:
+        return _WideSum(self, tuple(self._adder(delta, step.columns) for delta in step.deltas))
+
+    def _adder(self, delta: LowRank | Full, columns: int) -> Callable[[torch.Tensor, int, int], None]:
         scale = delta.scale
         if isinstance(delta, LowRank):
             up, down = read_factor(delta.up, self.dtype), read_factor(delta.down, self.dtype)
@@ -62,80 +115,134 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedStep:
-    """A step with its factors in memory."""
+class _WideSum:
+    kernel: Wide
+    adders: tuple[Callable[[torch.Tensor, int, int], None], ...]
 
-    kernel: Kernel
-    step: Fuse
-    adders: Sequence[Add]
-
-    def fuse(self, source: memoryview, target: memoryview, first: int, last: int) -> Lost:
-        """Compute rows ``first`` to ``last`` from base bytes into output bytes.
-
-        Raises ``NumericError`` if any element is not finite.
-        """
-        shape = (last - first, self.step.columns)
-        n_elements = shape[0] * shape[1]
-        base = view(source, self.step.base_dtype, n_elements).view(shape)
-        out = view(target, self.step.dtype, n_elements).view(shape)
-        total = base.to(self.kernel.dtype, copy=True)
+    def rows(self, base: torch.Tensor, out: torch.Tensor, first: int, last: int) -> Lost:
+        total = _scratch(base.shape, self.kernel.dtype)
+        total.copy_(base)
+        before = total[:UNIT_ROWS].clone() if first == 0 and self.adders else None
         for add in self.adders:
             add(total, first, last)
         out.copy_(self.kernel.rounded(total, out.dtype))
-        if not all_finite(out):
-            raise _non_finite(self.step, base)
-        return _lost(base, total, out) if first == 0 and self.adders else Lost()
+        return count_lost(before, total[:UNIT_ROWS], out[:UNIT_ROWS]) if before is not None else Lost()
 
 
-FLOAT32 = Kernel("float32", torch.float32, add_low_rank, add_full, lambda total, dtype: total.to(dtype))
-REFERENCE = Kernel("reference", torch.float64, add_low_rank_exactly, add_full_exactly, round_once)
+@dataclass(frozen=True, slots=True)
+class NarrowBf16:
+    """bfloat16 base, factors and output in one pass: products and sums in float32, rounded once at the end.
+
+    Several pairs become one by joining their ranks, which needs one scale for all. The CPU's bfloat16
+    instructions take what is smaller than 2^-126 for zero.
+    """
+
+    name: str = "bf16-addmm"
+    accumulate: str = "float32"
+
+    def fits(self, step: Fuse) -> bool:
+        if not step.base_dtype == step.dtype == "BF16" or not step.deltas:
+            return False
+        pairs = [delta for delta in step.deltas if isinstance(delta, LowRank)]
+        dtypes = {factor.dtype for pair in pairs for factor in (pair.up, pair.down)}
+        return len(pairs) == len(step.deltas) and dtypes == {"BF16"} and len({p.scale for p in pairs}) == 1
+
+    def load(self, step: Fuse) -> Sum:
+        pairs = [delta for delta in step.deltas if isinstance(delta, LowRank)]
+        up = read_joined([pair.up for pair in pairs], torch.bfloat16, dim=1)
+        down = read_joined([pair.down for pair in pairs], torch.bfloat16, dim=0)
+        return _Bf16Sum(up, down, pairs[0].scale)
 
 
-def choose(name: KernelName) -> Kernel:
-    """The kernel that ``--kernel`` asks for."""
-    return REFERENCE if name == "reference" else FLOAT32
+@dataclass(frozen=True, slots=True)
+class _Bf16Sum:
+    up: torch.Tensor
+    down: torch.Tensor
+    scale: float
+
+    def rows(self, base: torch.Tensor, out: torch.Tensor, first: int, last: int) -> Lost:
+        before = base[:UNIT_ROWS].float() if first == 0 else None
+        if out.data_ptr() != base.data_ptr():
+            out.copy_(base)
+        out.addmm_(self.up[first:last], self.down, alpha=self.scale)
+        if before is None:
+            return Lost()
+        total = before.clone()
+        add_low_rank(total, self.up[: len(before)].float(), self.down.float(), self.scale)
+        return count_lost(before, total, out[:UNIT_ROWS])
 
 
-def read_factor(factor: Factor, dtype: torch.dtype) -> torch.Tensor:
-    """A LoRA tensor in ``dtype`` and its own shape. Raises ``ChangedError`` if the file grew short."""
-    return _read(factor, 0, math.prod(factor.shape), dtype).view(factor.shape)
+FLOAT32 = Wide("float32", torch.float32, add_low_rank, add_full, lambda total, dtype: total.to(dtype))
+REFERENCE = Wide("reference", torch.float64, add_low_rank_exactly, add_full_exactly, round_once)
+BF16 = NarrowBf16()
 
 
-def read_rows(factor: Factor, columns: int, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows ``first`` to ``last`` of a LoRA tensor seen as a matrix of ``columns``."""
-    return _read(factor, first * columns, (last - first) * columns, dtype).view(-1, columns)
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The kernels of a run, the first that fits a step computes it; the last fits every step."""
+
+    choices: tuple[Kernel, ...]
+
+    def of(self, step: Fuse) -> Kernel:
+        return next(kernel for kernel in self.choices if kernel.fits(step))
+
+    def load(self, step: Fuse) -> Loaded:
+        return Loaded(step, self.of(step).load(step))
 
 
-def _read(factor: Factor, first: int, n_elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Converted block by block, so that a large factor is not in memory twice."""
-    item_bytes = DTYPE_BITS[factor.dtype] // 8
-    found = torch.frombuffer(own_memory(n_elements * dtype.itemsize), dtype=dtype, count=n_elements)
-    raw = memoryview(bytearray(min(n_elements, READ_ELEMENTS) * item_bytes))
-    with reading(factor.path), factor.path.open("rb") as stream:
-        stream.seek(factor.offset + first * item_bytes)
-        for block in torch.split(found, READ_ELEMENTS):
-            n_bytes = len(block) * item_bytes
-            if stream.readinto(raw[:n_bytes]) != n_bytes:
-                raise changed(factor.path)
-            block.copy_(view(raw, factor.dtype, len(block)))
-    return found
+def choose(name: KernelName) -> Kernels:
+    """The kernels that ``--kernel`` allows and that this CPU computes right."""
+    if name == "reference":
+        return Kernels((REFERENCE,))
+    return Kernels((BF16, FLOAT32) if computes_bf16() else (FLOAT32,))
 
 
-def _lost(base: torch.Tensor, total: torch.Tensor, out: torch.Tensor) -> Lost:
-    sample = slice(0, UNIT_ROWS)
-    before = base[sample]
-    touched = total[sample] != before.to(total.dtype)
-    unchanged = touched & (out[sample] == before.to(out.dtype))
+def computes_bf16() -> bool:
+    """Whether the CPU has bfloat16 products, and torch's agree with float32 sums rounded once.
+
+    Depends on the type of the CPU and on torch alone, so that two runs choose alike.
+    """
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and _bf16_agrees()
+    except (AttributeError, RuntimeError):  # a build of torch without oneDNN
+        return False
+
+
+def _bf16_agrees() -> bool:
+    random = torch.Generator().manual_seed(0)
+    rows, columns, rank = 2 * UNIT_ROWS, 320, 24
+    up, down, base = (
+        torch.randn(shape, generator=random, dtype=torch.float32, device="cpu").bfloat16()
+        for shape in ((rows, rank), (rank, columns), (rows, columns))
+    )
+    with exact_settings():
+        found = base.clone().addmm_(up, down, alpha=0.3)
+        wanted = base.float().addmm_(up.float(), down.float(), alpha=0.3)
+    apart = (found.float() - wanted.bfloat16().float()).abs() > wanted.abs() * 2.0**-7 + 2.0**-16
+    return not bool(apart.any()) and float((found == wanted.bfloat16()).float().mean()) > 0.999
+
+
+_scratches = threading.local()
+
+
+def _scratch(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Memory that a thread uses again for each chunk: new memory costs more than the sum."""
+    held: torch.Tensor | None = getattr(_scratches, "held", None)
+    if held is None or held.dtype != dtype or held.numel() < shape.numel():
+        held = _scratches.held = torch.empty(shape.numel(), dtype=dtype)
+    return held[: shape.numel()].view(shape)
+
+
+def count_lost(before: torch.Tensor, total: torch.Tensor, out: torch.Tensor) -> Lost:
+    """Of rows whose float values were ``before`` and are now ``total``, stored as ``out``."""
+    touched = total != before
+    unchanged = touched & (out == before.to(out.dtype))
     return Lost(int(touched.sum()), int(unchanged.sum()))
 
 
-def _non_finite(step: Fuse, base: torch.Tensor) -> NumericError:
-    if not all_finite(base):
-        what = "the base itself holds NaN or infinity there"
-    else:
-        what = f"the sum does not fit {step.dtype}"
+def _non_finite(step: Fuse) -> NumericError:
     return NumericError(
-        f"{step.base_key}: the fused tensor is not finite: {what}",
+        f"{step.base_key}: the fused tensor is not finite",
         hint="Check the strength and alpha; --dtype bfloat16 or float32 has more range than float16.",
         tensor=step.base_key,
     )

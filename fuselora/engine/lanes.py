@@ -33,6 +33,11 @@ class Flow:
         if self._stop.is_set():
             raise Stopped
 
+    def wait(self, event: threading.Event) -> None:
+        """Until ``event`` is set. Raises ``Stopped`` if the flow fails first."""
+        while not event.wait(POLL_SECONDS):
+            self.check()
+
 
 class Lane:
     """One thread and its bounded queue of jobs."""
@@ -92,15 +97,26 @@ def lanes(flow: Flow, names: tuple[str, ...], depth: int) -> Iterator[tuple[Lane
 
     The first error of any lane, or of the body, is the one that is raised.
     """
-    opened = tuple(Lane(name, flow, depth) for name in names)
+    opened: list[Lane] = []
     try:
-        yield opened
+        opened.extend(Lane(name, flow, depth) for name in names)
+        yield tuple(opened)
         for lane in opened:
             lane.finish()
     except BaseException as error:
         flow.fail(error)
-        for lane in opened:
-            lane.join()
+        _await(opened)
         if flow.error is None:
             raise
-        raise flow.error from None
+        raise flow.error from flow.error.__cause__
+
+
+def _await(opened: list[Lane]) -> None:
+    """Until no thread is left. A second Ctrl-C must not close the files that they still write to."""
+    while True:
+        try:
+            for lane in opened:
+                lane.join()
+        except KeyboardInterrupt:
+            continue
+        return

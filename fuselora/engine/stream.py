@@ -1,34 +1,41 @@
-"""One output file: base bytes in, fused bytes out, both hashed on the way, in a few fixed buffers."""
+"""One output file: base bytes in, fused bytes out, both hashed on the way, in a few fixed buffers.
+
+Each block goes through lanes of threads: read, hash as base, load factors, compute, place, hash as
+output, write. Every lane takes the blocks in the same order, so that none waits for a later one.
+"""
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
-import queue
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
-from fuselora.digest import sha256_file
-from fuselora.engine.buffers import Buffer, Pool
-from fuselora.engine.kernel import Kernel, LoadedStep, Lost
+from fuselora.digest import read_range, sha256_file
+from fuselora.engine.blocks import Block, Part, blocks, buffer_bytes
+from fuselora.engine.buffers import Buffer, Pool, own_memory
+from fuselora.engine.kernel import Loaded, Lost
 from fuselora.engine.lanes import Flow, Lane, lanes
+from fuselora.engine.means import Means
+from fuselora.engine.settings import one_thread
+from fuselora.engine.sink import Sink, created
+from fuselora.engine.source import Source, opened
+from fuselora.engine.threads import READERS, WRITERS
 from fuselora.errors import NumericError
-from fuselora.header import DTYPE_BITS
-from fuselora.planning import COPY_BYTES, Fuse
+from fuselora.header import PAGE
 from fuselora.reading import changed, reading, state
+from fuselora.tensors import bytes_finite
 
 if TYPE_CHECKING:
-    from fuselora.planning import OutputFile
+    from fuselora.planning import Fuse, OutputFile
 
-# the answers of file systems that cannot preallocate
-NO_FALLOCATE = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
-READ_AHEAD = 4
-WRITE_BEHIND = 4
+Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,103 +51,92 @@ class WrittenFile:
     lost: Lost
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One move of bytes: a block of a copied range (``step`` None) or a chunk of rows of a tensor."""
-
-    source: int
-    n_bytes: int
-    target: int
-    out_bytes: int
-    step: Fuse | None = None
-    rows: tuple[int, int] = (0, 0)
-
-
-def pieces(file: OutputFile) -> Iterator[Piece]:
-    """The file's steps cut to buffer size, in output order."""
-    for step in file.steps:
-        if isinstance(step, Fuse):
-            yield from _chunks(step)
-            continue
-        for at in range(0, step.n_bytes, COPY_BYTES):
-            n_bytes = min(COPY_BYTES, step.n_bytes - at)
-            yield Piece(step.source + at, n_bytes, step.target + at, n_bytes)
-
-
-def buffer_bytes(file: OutputFile) -> tuple[int, int]:
-    """The largest input piece and the largest computed output piece of a file."""
-    reads = max((piece.n_bytes for piece in pieces(file)), default=0)
-    writes = max((piece.out_bytes for piece in pieces(file) if piece.step), default=0)
-    return reads, writes
-
-
-def write_file(
-    file: OutputFile, target: Path, kernel: Kernel, *, digest: bool, advance: Callable[[int], None]
-) -> WrittenFile:
+def write_file(file: OutputFile, target: Path, means: Means, *, advance: Advance) -> WrittenFile:
     """Write, hash and fsync one output file; ``advance`` is told the output bytes as they come.
 
     Raises ``ChangedError`` if the base is not what the plan saw, ``NumericError`` for a result that
     is not finite, ``ReadError`` where an input cannot be read, and ``OSError`` from the output as it is.
     """
-    with _opened(file.base.path) as base, target.open("wb") as out:
-        before = os.fstat(base.fileno())
-        os.fchmod(out.fileno(), stat.S_IMODE(before.st_mode) & 0o666)
-        _reserve(out.fileno(), file.n_bytes)
-        run = _Run(file, base.fileno(), out.fileno(), kernel, digest, advance)
-        run.start()
-        with _naming(file.base.path):
-            lost = run.body()
-        os.fsync(out.fileno())
+    with opened(file.base.path, direct=means.direct) as source:
+        mode = stat.S_IMODE(source.before.st_mode) & 0o666
+        with created(target, file.n_bytes, mode, direct=means.direct) as sink:
+            run = _Run(file, source, sink, means, advance)
+            run.header()
+            run.blocks()
+            sink.finish()
         base_sha256 = run.base_sha256()
-        if state(os.fstat(base.fileno())) != state(before):
+        if state(os.fstat(source.descriptor)) != state(source.before):
             raise changed(file.base.path)
-    return WrittenFile(run.sha256(), base_sha256, before, lost)
+    return WrittenFile(run.sha256(), base_sha256, source.before, run.lost)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One block under way: its buffers, and what has become of it."""
+
+    block: Block
+    reads: Buffer
+    writes: Buffer | None
+    loaded: dict[str, Loaded] = field(default_factory=dict)
+    read: threading.Event = field(default_factory=threading.Event)
+    hashed: threading.Event = field(default_factory=threading.Event)
+    ready: threading.Event = field(default_factory=threading.Event)
+    computed: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def out(self) -> Buffer:
+        return self.writes or self.reads
+
+    @property
+    def base_bytes(self) -> memoryview:
+        head = self.block.source % PAGE
+        return self.reads.room[head : head + self.block.n_bytes]
+
+    @property
+    def out_bytes(self) -> memoryview:
+        head = self.block.target % PAGE
+        return self.out.room[head : head + self.block.out_bytes]
 
 
 class _Run:
-    """The lanes of one file: a reader that runs ahead, the kernel here, hashers and a writer behind."""
+    """The lanes of one file."""
 
-    def __init__(
-        self,
-        file: OutputFile,
-        base: int,
-        out: int,
-        kernel: Kernel,
-        digest: bool,
-        advance: Callable[[int], None],
-    ) -> None:
-        self._file, self._base, self._out = file, base, out
-        self._kernel, self._digest, self._advance = kernel, digest, advance
-        self._hash_base = digest and file.in_base_order
+    def __init__(self, file: OutputFile, source: Source, sink: Sink, means: Means, advance: Advance) -> None:
+        self._file, self._source, self._sink = file, source, sink
+        self._means, self._advance = means, advance
+        self._hash_base = means.digest and file.in_base_order
         self._base_hash, self._out_hash = hashlib.sha256(), hashlib.sha256()
-        read_bytes, write_bytes = buffer_bytes(file)
-        self._reads = Pool(READ_AHEAD, read_bytes)
-        self._writes = Pool(WRITE_BEHIND, write_bytes)
-        self._ready: queue.Queue[tuple[Piece, Buffer] | None] = queue.Queue()
         self._flow = Flow()
+        self._cpu = threading.BoundedSemaphore(max(1, means.jobs))
+        self._latest: Loaded | None = None
+        self._tally, self._telling = threading.Lock(), threading.Lock()
+        self.lost = Lost()
 
-    def start(self) -> None:
+    def header(self) -> None:
         """Both headers; the base's must be the one that the plan was made from."""
-        header = bytearray(self._file.base.data_start)
-        _read_all(self._file.base.path, self._base, memoryview(header), 0)
-        if hashlib.sha256(header).hexdigest() != self._file.base.sha256:
-            raise changed(self._file.base.path)
-        self._base_hash.update(header)
-        self._out_hash.update(self._file.header)
-        _write_all(self._out, memoryview(self._file.header), 0)
-        self._advance(len(self._file.header))
+        base, header = self._file.base, self._file.header
+        room = memoryview(own_memory(max(base.data_start, len(header)) + 2 * PAGE))
+        found = self._source.read(room, 0, base.data_start)
+        if hashlib.sha256(found).hexdigest() != base.sha256:
+            raise changed(base.path)
+        self._base_hash.update(found)
+        self._out_hash.update(header)
+        room[: len(header)] = header
+        self._sink.write(self._sink.place(room, len(header)))
+        self._advance(len(header))
 
-    def body(self) -> Lost:
-        names = ("read", "write", "hash-base", "hash-out")
-        with lanes(self._flow, names, READ_AHEAD + WRITE_BEHIND) as (reader, writer, base_hasher, out_hasher):
-            reader.put(lambda: self._read_ahead(base_hasher))
-            return self._consume(writer, out_hasher)
+    def blocks(self) -> None:
+        names = (*(f"read-{i}" for i in range(READERS)), "hash-base", "load",
+                 *(f"compute-{i}" for i in range(self._means.workers)), "place", "hash-out",
+                 *(f"write-{i}" for i in range(WRITERS)))  # fmt: skip
+        with lanes(self._flow, names, self._means.n_buffers) as opened_lanes:
+            self._schedule(dict(zip(names, opened_lanes, strict=True)))
 
     def sha256(self) -> str | None:
-        return self._out_hash.hexdigest() if self._digest else None
+        return self._out_hash.hexdigest() if self._means.digest else None
 
     def base_sha256(self) -> str | None:
-        if not self._digest:
+        if not self._means.digest:
             return None
         # Out of order, the base's bytes do not pass by as the file holds them.
         if self._hash_base:
@@ -148,112 +144,106 @@ class _Run:
         with reading(self._file.base.path):
             return sha256_file(self._file.base.path)
 
-    def _read_ahead(self, base_hasher: Lane) -> None:
-        for piece in pieces(self._file):
-            buffer = self._reads.take(self._flow)
-            content = buffer.bytes(piece.n_bytes)
-            _read_all(self._file.base.path, self._base, content, piece.source)
+    def _schedule(self, lane: dict[str, Lane]) -> None:
+        """Buffers are given out here, in the order of the blocks: with one in hand a block can end."""
+        read_bytes, write_bytes = buffer_bytes(blocks(self._file))
+        n_buffers, allocate = self._means.n_buffers, self._means.allocate
+        reads, writes = Pool(n_buffers, read_bytes, allocate), Pool(n_buffers, write_bytes, allocate)
+        for number, block in enumerate(blocks(self._file)):
+            slot = _Slot(block, reads.take(self._flow), None)
+            slot.writes = None if block.in_place else writes.take(self._flow)
+            lane[f"read-{number % READERS}"].put(partial(self._read, slot))
             if self._hash_base:
-                buffer.hold(1)
-                base_hasher.put(_update(self._base_hash, content, buffer))
-            self._ready.put((piece, buffer))
-        self._ready.put(None)
+                lane["hash-base"].put(partial(self._digest_base, slot))
+            lane["load"].put(partial(self._load, slot))
+            lane[f"compute-{number % self._means.workers}"].put(partial(self._compute, slot))
+            write = lane[f"write-{number % WRITERS}"]
+            lane["place"].put(partial(self._place, slot, lane["hash-out"], write))
 
-    def _consume(self, writer: Lane, hasher: Lane) -> Lost:
-        lost = Lost()
-        loaded: LoadedStep | None = None
-        while (item := self._next()) is not None:
-            piece, buffer = item
-            if piece.step is None:
-                self._send(writer, hasher, piece, buffer)
+    def _read(self, slot: _Slot) -> None:
+        self._source.read(slot.reads.room, slot.block.source, slot.block.n_bytes)
+        slot.read.set()
+        if not self._hash_base:
+            slot.hashed.set()
+
+    def _digest_base(self, slot: _Slot) -> None:
+        self._flow.wait(slot.read)
+        with self._cpu:
+            self._base_hash.update(slot.base_bytes)
+        slot.hashed.set()
+
+    def _load(self, slot: _Slot) -> None:
+        """The factors of each tensor once, also where several blocks hold it."""
+        one_thread()
+        for part in slot.block.parts:
+            if part.step is None:
                 continue
-            if loaded is None or loaded.step is not piece.step:
-                loaded = None  # let go of the last factors before the next ones are read
-                loaded = self._kernel.load(piece.step)
-            out = self._writes.take(self._flow)
-            lost += loaded.fuse(buffer.bytes(piece.n_bytes), out.bytes(piece.out_bytes), *piece.rows)
-            buffer.release()
-            self._send(writer, hasher, piece, out)
-        return lost
+            if self._latest is None or self._latest.step is not part.step:
+                self._latest = None  # let go of the last factors before the next ones are read
+                with self._cpu:
+                    self._latest = self._means.kernels.load(part.step)
+            slot.loaded[part.step.base_key] = self._latest
+        slot.ready.set()
 
-    def _next(self) -> tuple[Piece, Buffer] | None:
-        while True:
-            self._flow.check()
-            try:
-                return self._ready.get(timeout=0.1)
-            except queue.Empty:
-                continue
+    def _compute(self, slot: _Slot) -> None:
+        """The result may take the place of the base's bytes, so they have to be hashed before."""
+        self._flow.wait(slot.ready)
+        self._flow.wait(slot.hashed)
+        one_thread()
+        with self._cpu:
+            for part in slot.block.parts:
+                self._compute_part(slot, part)
+        slot.loaded.clear()
+        if slot.writes:
+            slot.reads.release()
+        slot.computed.set()
 
-    def _send(self, writer: Lane, hasher: Lane, piece: Piece, buffer: Buffer) -> None:
-        """Hand a finished piece to the writer and, with digests, to the hasher."""
-        content = buffer.bytes(piece.out_bytes)
-        if self._digest:
-            buffer.hold(1)
-            hasher.put(_update(self._out_hash, content, buffer))
+    def _compute_part(self, slot: _Slot, part: Part) -> None:
+        source = slot.base_bytes[part.source - slot.block.source :][: part.n_bytes]
+        target = slot.out_bytes[part.target - slot.block.target :][: part.out_bytes]
+        if part.step is not None:
+            with _told(self._file, part.step):
+                lost = slot.loaded[part.step.base_key].fuse(source, target, part.chunks)
+            with self._tally:
+                self.lost += lost
+        elif slot.writes:
+            target[:] = source
+
+    def _place(self, slot: _Slot, hasher: Lane, writer: Lane) -> None:
+        self._flow.wait(slot.computed)
+        n_bytes = slot.block.out_bytes
+        segment = self._sink.place(slot.out.room, n_bytes)
+        if self._means.digest:
+            slot.out.hold(1)
+            hasher.put(lambda: self._digest_out(slot))
 
         def write() -> None:
-            _write_all(self._out, content, piece.target)
-            buffer.release()
-            self._advance(len(content))
+            self._sink.write(segment)
+            slot.out.release()
+            with self._telling:  # several threads write, and progress is told by one at a time
+                self._advance(n_bytes)
 
         writer.put(write)
 
-
-def _update(hasher: hashlib._Hash, content: memoryview, buffer: Buffer) -> Callable[[], None]:
-    def update() -> None:
-        hasher.update(content)
-        buffer.release()
-
-    return update
-
-
-def _chunks(step: Fuse) -> Iterator[Piece]:
-    base_row = step.columns * DTYPE_BITS[step.base_dtype] // 8
-    out_row = step.columns * DTYPE_BITS[step.dtype] // 8
-    for first, last in step.chunks:
-        n_rows = last - first
-        yield Piece(
-            step.source + first * base_row, n_rows * base_row,
-            step.target + first * out_row, n_rows * out_row, step, (first, last),
-        )  # fmt: skip
-
-
-def _reserve(out: int, n_bytes: int) -> None:
-    """Claim the space now, so that a full disk is met before the work and not after it."""
-    try:
-        os.posix_fallocate(out, 0, n_bytes)
-    except (AttributeError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in NO_FALLOCATE:
-            raise
-        os.ftruncate(out, n_bytes)
-
-
-def _opened(path: Path) -> BinaryIO:
-    with reading(path):
-        return path.open("rb")
+    def _digest_out(self, slot: _Slot) -> None:
+        with self._cpu:
+            self._out_hash.update(slot.out_bytes)
+        slot.out.release()
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """A kernel knows tensors, not files; both experts of a base hold the same names."""
+def _told(file: OutputFile, step: Fuse) -> Iterator[None]:
+    """A kernel knows neither the file nor what the base's bytes were before they were overwritten."""
     try:
         yield
     except NumericError as error:
-        text = f"{path}: {error.message}"
-        raise NumericError(text, hint=error.hint, path=str(path), **error.facts) from error
+        sound = _base_is_finite(file.base.path, step)
+        why = f"the sum does not fit {step.dtype}" if sound else "the base itself holds NaN or infinity there"
+        text = f"{file.base.path}: {error.message}: {why}"
+        raise NumericError(text, hint=error.hint, path=str(file.base.path), **error.facts) from error
 
 
-def _read_all(path: Path, base: int, content: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(content):
-        with reading(path):
-            got = os.preadv(base, [content[done:]], offset + done)
-        if got == 0:
-            raise changed(path)
-        done += got
-
-
-def _write_all(out: int, content: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(content):
-        done += os.pwrite(out, content[done:], offset + done)
+def _base_is_finite(path: Path, step: Fuse) -> bool:
+    with reading(path), path.open("rb") as stream:
+        found = read_range(stream, step.source, step.base_bytes)
+        return all(bytes_finite(block, step.base_dtype) for block in found)

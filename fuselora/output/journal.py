@@ -68,6 +68,8 @@ class Journal:
     def open(cls, folder: Path, fingerprint: str, *, files: Iterable[str]) -> Journal:
         """The journal of ``folder``, begun anew unless the one there is of the same fingerprint.
 
+        ``fingerprint`` names the plan, and the machine where the bytes depend on it.
+
         ``files`` are all relative paths that this run may write, side files and indexes included;
         only what is listed can be removed after a kill. Everything of ours in ``folder`` that is not
         a shard finished by the same plan is removed now. Raises ``OutputError``.

@@ -6,9 +6,10 @@ import os
 from typing import TYPE_CHECKING, NoReturn
 
 from fuselora.errors import OutputError
+from fuselora.filenames import BESIDE, FORMER_NAME, STAGE_NAME
 from fuselora.marker import FILE_NAME as MARKER_NAME
 from fuselora.marker import JOURNAL_NAME
-from fuselora.output import claims, volume
+from fuselora.output import claims
 from fuselora.output.claims import NEW_JOURNAL_NAME
 
 if TYPE_CHECKING:
@@ -48,15 +49,13 @@ def _is_interrupted(stage: Stage) -> bool:
     if not stage.mounted or not (stage.out / JOURNAL_NAME).is_file() or claims.is_marked(stage.out):
         return False
     if not claims.is_marked(stage.folder):
-        what = (
-            f"is left from a publication that was cut off, and its {volume.STAGE_NAME} is gone or not whole"
-        )
+        what = f"is left from a publication that was cut off, and its {STAGE_NAME} is gone or not whole"
         refuse(stage.out, what, "Empty it by hand.")
     return True
 
 
 def _refuse_content(stage: Stage) -> None:
-    skip = volume.BESIDE if stage.mounted else ()
+    skip = BESIDE if stage.mounted else ()
     with os.scandir(stage.out) as entries:
         names = sorted(entry.name for entry in entries if entry.name not in skip)
     if names:
@@ -68,9 +67,9 @@ def _strangers(stage: Stage) -> list[str]:
     if not stage.mounted:
         return claims.strangers(stage.out)
     own = [claims.claimed(f) for f in (stage.folder, stage.former) if claims.is_real_folder(f)]
-    found = claims.strangers(stage.out, skip=volume.BESIDE)
+    found = claims.strangers(stage.out, skip=BESIDE)
     if claims.is_real_folder(stage.former):
-        found += [f"{volume.FORMER_NAME}/{path}" for path in claims.strangers(stage.former)]
+        found += [f"{FORMER_NAME}/{path}" for path in claims.strangers(stage.former)]
     return [path for path in found if not any(path in claimed for claimed in own)]
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fuselora.errors import OutputError
+from fuselora.filenames import FORMER_NAME, STAGE_NAME
 from fuselora.marker import JOURNAL_NAME
 from fuselora.output import claims, lock, occupancy, volume
 from fuselora.output.claims import NEW_JOURNAL_NAME
@@ -115,8 +116,8 @@ def discard(stage: Stage) -> None:
 
 def _stage(out: Path, restart: bool) -> Stage:
     mounted = volume.is_mount(out)
-    folder = out / volume.STAGE_NAME if mounted else out.with_name(f"{out.name}.partial")
-    former = out / volume.FORMER_NAME if mounted else out.with_name(f"{out.name}.old")
+    folder = out / STAGE_NAME if mounted else out.with_name(f"{out.name}.partial")
+    former = out / FORMER_NAME if mounted else out.with_name(f"{out.name}.old")
     made = [parent for parent in reversed(out.parents) if not parent.exists()]
     return Stage(
         out=out,

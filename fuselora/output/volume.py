@@ -12,9 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fuselora.filenames import BESIDE as BESIDE
-from fuselora.filenames import FORMER_NAME as FORMER_NAME
-from fuselora.filenames import STAGE_NAME as STAGE_NAME
+from fuselora.filenames import BESIDE
 from fuselora.marker import FILE_NAME as MARKER_NAME
 from fuselora.marker import JOURNAL_NAME
 from fuselora.output import claims

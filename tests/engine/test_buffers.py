@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import errno
 import mmap
 import threading
+import weakref
 
 import pytest
+import torch
 
-from fuselora.engine.buffers import Pool
+from fuselora.engine.buffers import Pool, own_memory
 from fuselora.engine.lanes import Flow, Stopped
 from tests.engine.watch import watched
 
@@ -48,16 +51,35 @@ def test_waiting_for_a_buffer_ends_when_the_flow_fails() -> None:
         pool.take(flow)
 
 
-def test_a_buffer_shows_its_first_bytes_writable_and_aligned() -> None:
-    import torch
-
+def test_a_buffer_is_writable_memory_that_starts_on_a_page() -> None:
     buffer = Pool(1, 5000).take(Flow())
-    content = buffer.bytes(3)
-    content[:] = b"abc"
-    assert bytes(buffer.bytes(5)) == b"abc\0\0"
-    assert len(buffer.bytes(5000)) == 5000
-    assert torch.frombuffer(buffer.bytes(8), dtype=torch.uint8).data_ptr() % mmap.PAGESIZE == 0
+    buffer.room[:3] = b"abc"
+    assert bytes(buffer.room[:5]) == b"abc\0\0"
+    assert len(buffer.room) == 5000
+    assert torch.frombuffer(buffer.room, dtype=torch.uint8).data_ptr() % mmap.PAGESIZE == 0
 
 
-def test_a_pool_for_pieces_of_no_bytes() -> None:
-    assert len(Pool(1, 0).take(Flow()).bytes(0)) == 0
+def test_a_pool_of_buffers_that_nothing_needs() -> None:
+    """A file whose blocks are all computed in place has no others."""
+    assert len(Pool(3, 0).take(Flow()).room) == 1
+
+
+def test_a_pool_does_not_outlive_its_file() -> None:
+    """Buffers still on their way to disk do not keep the rest of the pool alive."""
+    pool, flow = Pool(2, 10), Flow()
+    gone = weakref.ref(pool)
+    buffer = pool.take(flow)
+    del pool
+    assert gone() is None
+    buffer.release()
+
+
+def test_memory_that_the_system_does_not_have_is_not_taken_for_a_full_disk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*arguments: object, **more: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with pytest.raises(MemoryError, match="123 bytes: Cannot allocate memory"):
+        own_memory(123)

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable
 
 import pytest
 
-from fuselora.engine.lanes import Flow, Stopped, lanes
+from fuselora.engine.lanes import Flow, Lane, Stopped, lanes
 from tests.engine.watch import watched
 
 _watched = pytest.fixture(autouse=True)(watched)
@@ -84,6 +85,21 @@ def test_the_first_of_several_errors_counts() -> None:
     assert caught.value is first
 
 
+def test_the_cause_of_an_error_stays_with_it() -> None:
+    def job() -> None:
+        raise ValueError("cannot be read") from OSError("the reason")
+
+    with (
+        pytest.raises(ValueError, match="cannot be read") as caught,
+        lanes(Flow(), ("a", "b"), depth=1) as (a, b),
+    ):
+        a.put(job)
+        while True:
+            b.put(lambda: None)
+    assert str(caught.value.__cause__) == "the reason"
+    assert caught.value.__suppress_context__  # that the body was stopped explains nothing
+
+
 def test_an_error_in_the_last_job_is_not_lost() -> None:
     with pytest.raises(ValueError, match="last"), lanes(Flow(), ("a", "b"), depth=4) as (a, b):
         b.put(lambda: None)
@@ -100,6 +116,74 @@ def test_a_lane_that_waits_for_another_ends_when_that_one_fails() -> None:
                 hashing.put(lambda: None)
 
         read.put(fill)
+
+
+def test_waiting_for_what_another_lane_does() -> None:
+    done = threading.Event()
+    flow = Flow()
+    with lanes(flow, ("a", "b"), depth=1) as (a, b):
+        a.put(lambda: flow.wait(done))
+        b.put(done.set)
+    flow.wait(done)  # also after the flow, for what has been done
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt()])
+def test_waiting_ends_when_the_lane_that_was_waited_for_fails(error: BaseException) -> None:
+    flow, never = Flow(), threading.Event()
+    with pytest.raises(type(error)) as caught, lanes(flow, ("a", "b"), depth=1) as (a, b):
+        a.put(lambda: flow.wait(never))
+        b.put(raises(error))
+    assert caught.value is error
+
+
+def test_a_thread_that_cannot_be_started_stops_those_that_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may allow few threads. The watch sees that none is left."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "c":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="start new thread"), lanes(Flow(), ("a", "b", "c", "d"), depth=1):
+        pass
+
+
+@pytest.mark.parametrize("first", [KeyboardInterrupt(), ValueError("x")])
+def test_a_second_interrupt_waits_until_no_lane_works_any_more(
+    monkeypatch: pytest.MonkeyPatch, first: BaseException
+) -> None:
+    """What comes next closes the files that the lanes write to."""
+    working, joining, gate, ended = (threading.Event() for _ in range(4))
+    join = Lane.join
+
+    def joined(lane: Lane) -> None:
+        joining.set()
+        join(lane)
+
+    def work() -> None:
+        working.set()
+        gate.wait(30)
+        ended.set()
+
+    def press_again() -> None:
+        assert joining.wait(30)
+        for _ in range(3):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            threading.Event().wait(0.1)
+        gate.set()
+
+    monkeypatch.setattr(Lane, "join", joined)
+    again = threading.Thread(target=press_again)
+    with pytest.raises(type(first)) as caught, lanes(Flow(), ("a",), depth=1) as (a,):
+        a.put(work)
+        assert working.wait(30)
+        again.start()
+        raise first
+    assert ended.is_set()
+    assert caught.value is first
+    again.join()
 
 
 def test_stopped_never_hides_the_reason() -> None:

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from fuselora.engine.settings import exact_settings
+from fuselora.engine.settings import exact_settings, one_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,15 +26,39 @@ def settings() -> tuple[int, str]:
     return torch.get_num_threads(), torch.get_float32_matmul_precision()
 
 
-@pytest.mark.parametrize(("jobs", "inside"), [(1, 1), (3, 3), (None, 2)])
-def test_settings_hold_inside_and_come_back(jobs: int | None, inside: int) -> None:
-    with exact_settings(jobs):
-        assert settings() == (inside, "highest")
+def test_settings_hold_inside_and_come_back() -> None:
+    with exact_settings():
+        assert settings() == (1, "highest")
     assert settings() == (2, "medium")
 
 
+def test_settings_within_settings() -> None:
+    with exact_settings():
+        with exact_settings():
+            assert settings() == (1, "highest")
+        assert settings() == (1, "highest")
+    assert settings() == (2, "medium")
+
+
+def test_each_thread_is_told_for_itself() -> None:
+    """torch may keep the number for each thread, and a lane starts with the caller's."""
+    found: list[tuple[int, int]] = []
+
+    def look() -> None:
+        torch.set_num_threads(2)
+        before = torch.get_num_threads()
+        one_thread()
+        found.append((before, torch.get_num_threads()))
+
+    for _ in range(2):
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join(60)
+    assert found == [(2, 1), (2, 1)]
+
+
 def test_settings_come_back_after_an_error() -> None:
-    with pytest.raises(KeyError), exact_settings(1):
+    with pytest.raises(KeyError), exact_settings():
         raise KeyError
     assert settings() == (2, "medium")
 
@@ -43,7 +68,7 @@ def test_a_precision_that_torch_cannot_name(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("mix of the legacy and new APIs")
 
     monkeypatch.setattr(torch, "get_float32_matmul_precision", refuse)
-    with exact_settings(None):
+    with exact_settings():
         monkeypatch.undo()
-        assert settings() == (2, "highest")
+        assert settings() == (1, "highest")
     assert settings() == (2, "highest")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import os
 import signal
 import threading
@@ -16,11 +17,14 @@ from safetensors.torch import load_file
 
 import fuselora
 from fuselora.engine import stream
-from fuselora.engine.kernel import FLOAT32
-from fuselora.engine.stream import READ_AHEAD, WRITE_BEHIND, WrittenFile, buffer_bytes, pieces, write_file
+from fuselora.engine.blocks import blocks, buffer_bytes
+from fuselora.engine.kernel import BF16, FLOAT32, Kernels, Loaded
+from fuselora.engine.means import Means
+from fuselora.engine.sink import NO_FALLOCATE, Sink
+from fuselora.engine.stream import WrittenFile, write_file
 from fuselora.errors import ChangedError, NumericError, OutputError, ReadError
-from fuselora.planning import Copy, Fuse, OutputFile
-from tests.engine.watch import CountingPool, Limited, watched
+from fuselora.planning import OutputFile
+from tests.engine.watch import CountingPool, Disk, Gauge, Limited, watched
 from tests.small import lora, noise, pair, planned, tree, write
 
 if TYPE_CHECKING:
@@ -30,11 +34,15 @@ _watched = pytest.fixture(autouse=True)(watched)
 
 
 @pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many pieces for a small file, and a disk that need not turn."""
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many blocks for a small file, none of it in the page cache, and a disk that need not turn."""
     monkeypatch.setattr("fuselora.planning.CHUNK_ELEMENTS", 64 * 32)
-    monkeypatch.setattr("fuselora.engine.stream.COPY_BYTES", 1000)
+    monkeypatch.setattr("fuselora.engine.blocks.BLOCK_BYTES", 1000)
+    monkeypatch.setattr("fuselora.engine.source.NOWAIT", None)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+BOTH = Kernels((BF16, FLOAT32))
 
 
 class Case:
@@ -56,9 +64,14 @@ class Case:
         self.out = folder / "written"
 
     def write(
-        self, advance: Callable[[int], None] = lambda done: None, *, digest: bool = True
+        self,
+        advance: Callable[[int], None] = lambda done: None,
+        *,
+        jobs: int = 2,
+        digest: bool = True,
+        direct: bool = True,
     ) -> WrittenFile:
-        return write_file(self.file, self.out, FLOAT32, digest=digest, advance=advance)
+        return write_file(self.file, self.out, Means(BOTH, jobs, digest, direct), advance=advance)
 
     def merge(self, **options: Any) -> None:
         fuselora.merge(self.base, [str(self.lora)], self.folder / "out", **options)
@@ -107,12 +120,18 @@ def test_the_file_holds_what_was_planned(case: Case) -> None:
     assert written.base_status.st_ino == case.base.stat().st_ino
 
 
-def test_many_pieces_were_moved(case: Case) -> None:
+def test_many_blocks_were_moved(case: Case) -> None:
     """The other tests here mean something: there is more than the buffers hold at once."""
-    found = list(pieces(case.file))
-    assert sum(piece.step is None for piece in found) > READ_AHEAD + WRITE_BEHIND
-    assert sum(piece.step is not None for piece in found) > READ_AHEAD
-    assert sum(piece.out_bytes for piece in found) + len(case.file.header) == case.file.n_bytes
+    found = list(blocks(case.file))
+    assert len(found) > 2 * Means(BOTH, 2).n_buffers
+    assert sum(part.step is not None for block in found for part in block.parts) > 6
+    assert sum(block.out_bytes for block in found) + len(case.file.header) == case.file.n_bytes
+    assert all(block.in_place for block in found)
+
+
+def test_threads_and_buffers_by_jobs() -> None:
+    found = [(means.workers, means.n_buffers) for means in (Means(BOTH, jobs) for jobs in (0, 1, 2, 8, 99))]
+    assert found == [(1, 7), (1, 7), (2, 8), (8, 14), (8, 14)]
 
 
 def test_no_digest_takes_none_and_writes_the_same(case: Case) -> None:
@@ -129,7 +148,7 @@ def test_a_reordered_file_has_the_bases_digest_too(tmp_path: Path) -> None:
     one = lora(tmp_path / "l.safetensors", pair("m", noise(130, 1), noise(1, 32)))
     (file,) = planned(base, [one], dtype="bfloat16").files
     assert not file.in_base_order
-    written = write_file(file, tmp_path / "out", FLOAT32, digest=True, advance=lambda done: None)
+    written = write_file(file, tmp_path / "out", Means(BOTH, 2), advance=lambda done: None)
     assert written.base_sha256 == hashlib.sha256(base.read_bytes()).hexdigest()
     assert written.sha256 == hashlib.sha256((tmp_path / "out").read_bytes()).hexdigest()
 
@@ -139,6 +158,22 @@ def test_progress_adds_up_to_the_file(case: Case) -> None:
     case.write(done.append)
     assert sum(done) == case.file.n_bytes
     assert min(done) > 0
+    assert max(done[1:]) == max(block.out_bytes for block in blocks(case.file))
+
+
+def test_progress_is_told_by_one_thread_at_a_time(case: Case) -> None:
+    """Several write; what is told need not be safe for that."""
+    gauge = Gauge()
+    names: set[str] = set()
+
+    def advance(done: int) -> None:
+        with gauge.passed():
+            names.add(threading.current_thread().name)
+            threading.Event().wait(0.003)
+
+    case.write(advance, jobs=4)
+    assert gauge.most == 1
+    assert {"write-0", "write-1"} < names
 
 
 def test_a_longer_file_of_an_earlier_try_is_replaced(case: Case) -> None:
@@ -159,54 +194,235 @@ def test_a_file_of_nothing_but_a_header(tmp_path: Path) -> None:
     one = lora(tmp_path / "l.safetensors", pair("a", noise(2, 1), noise(1, 2)))
     (file,) = planned(base, [one]).files
     empty = OutputFile(file.path, file.base, file.header, (), len(file.header), 0, 0, True)
-    assert buffer_bytes(empty) == (0, 0)
-    write_file(empty, tmp_path / "out", FLOAT32, digest=True, advance=lambda done: None)
+    assert buffer_bytes(blocks(empty)) == (0, 0)
+    write_file(empty, tmp_path / "out", Means(BOTH, 2), advance=lambda done: None)
     assert (tmp_path / "out").read_bytes() == file.header
 
 
 # buffers
 
 
-@pytest.mark.parametrize("digest", [True, False])
-def test_buffers_are_few_and_all_come_back(case: Case, monkeypatch: pytest.MonkeyPatch, digest: bool) -> None:
+@pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
+@pytest.mark.parametrize(("digest", "jobs"), [(True, 1), (True, 3), (False, 2)])
+def test_buffers_are_few_and_all_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digest: bool, jobs: int, dtype: str
+) -> None:
+    case = Case(tmp_path, dtype=dtype)
     monkeypatch.setattr(CountingPool, "made", [])
     monkeypatch.setattr(stream, "Pool", CountingPool)
-    case.write(digest=digest)
+    case.write(digest=digest, jobs=jobs)
     reads, writes = CountingPool.made
-    assert (reads.n_buffers, writes.n_buffers) == (READ_AHEAD, WRITE_BEHIND)
-    assert (reads.n_bytes, writes.n_bytes) == buffer_bytes(case.file)
-    assert 1 <= reads.most <= READ_AHEAD
-    assert 1 <= writes.most <= WRITE_BEHIND
+    n_buffers = Means(BOTH, jobs).n_buffers
+    assert reads.n_buffers == writes.n_buffers == n_buffers
+    assert (reads.n_bytes, writes.n_bytes) == buffer_bytes(blocks(case.file))
+    assert 1 <= reads.most <= n_buffers
+    assert (0 if dtype == "keep" else 1) <= writes.most <= (0 if dtype == "keep" else n_buffers)
     assert (reads.taken, writes.taken) == (0, 0)
 
 
-def test_a_slow_disk_holds_the_reader_back(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is read beyond the buffers while the first write has not ended."""
+@pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
+def test_a_slow_disk_holds_the_reader_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """Nothing is read beyond the buffers while the first block has not been written."""
+    case = Case(tmp_path, dtype=dtype)
+    n_buffers = Means(BOTH, 2).n_buffers
     gate, reads = threading.Event(), Limited(os.preadv)
-    pwrite: Any = os.pwrite
+    write = Sink.write
 
-    def slow(descriptor: int, content: memoryview, offset: int) -> int:
-        if offset and not gate.is_set():
+    def slow(sink: Sink, segment: Any) -> None:
+        if segment.offset and not gate.is_set():
             gate.wait(0.3)
-            assert reads.made <= 1 + READ_AHEAD
+            assert gate.is_set() or reads.made <= 1 + n_buffers
             gate.set()
-        done: int = pwrite(descriptor, content, offset)
-        return done
+        write(sink, segment)
 
     monkeypatch.setattr(os, "preadv", reads)
-    monkeypatch.setattr(os, "pwrite", slow)
+    monkeypatch.setattr(Sink, "write", slow)
     case.write()
     assert gate.is_set()
-    assert reads.made > 1 + READ_AHEAD
+    assert reads.made > 1 + n_buffers
 
 
-def test_a_system_that_moves_few_bytes_at_a_time(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most", [333, 512, 4096])
+def test_a_system_that_moves_few_bytes_at_a_time(
+    case: Case, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
     case.write()
     wanted = case.out.read_bytes()
-    preadv, pwrite = os.preadv, os.pwrite
-    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:333]], at))
-    monkeypatch.setattr(os, "pwrite", lambda fd, content, at: pwrite(fd, content[:77], at))
+    disk = Disk(monkeypatch, most=most)
     written = case.write()
+    assert case.out.read_bytes() == wanted
+    assert written.sha256 == hashlib.sha256(wanted).hexdigest()
+    assert disk.opened == {}
+
+
+def test_factors_are_read_once_for_a_tensor_of_many_blocks(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    load = Kernels.load
+
+    def noting(kernels: Kernels, step: Any) -> Loaded:
+        loaded.append(step.base_key)
+        return load(kernels, step)
+
+    monkeypatch.setattr(Kernels, "load", noting)
+    case.write()
+    assert sorted(loaded) == ["m.bias", "m.weight"]
+
+
+# threads
+
+
+def watch_work(monkeypatch: pytest.MonkeyPatch, gauge: Gauge) -> None:
+    """Sees everything that takes a core: loading, computing, copying and both digests."""
+    init, compute_part, load = stream._Run.__init__, stream._Run._compute_part, Kernels.load
+
+    class Watched:
+        def __init__(self, real: Any) -> None:
+            self._real = real
+
+        def update(self, content: Any) -> None:
+            with gauge.passed():
+                threading.Event().wait(0.001)
+                self._real.update(content)
+
+        def hexdigest(self) -> str:
+            found: str = self._real.hexdigest()
+            return found
+
+    def patched(run: Any, *arguments: Any) -> None:
+        init(run, *arguments)
+        run._base_hash, run._out_hash = Watched(run._base_hash), Watched(run._out_hash)
+
+    def computed(run: Any, *arguments: Any) -> None:
+        with gauge.passed():
+            threading.Event().wait(0.001)
+            compute_part(run, *arguments)
+
+    def loaded(kernels: Kernels, step: Any) -> Loaded:
+        with gauge.passed():
+            threading.Event().wait(0.001)
+            return load(kernels, step)
+
+    monkeypatch.setattr(stream._Run, "__init__", patched)
+    monkeypatch.setattr(stream._Run, "_compute_part", computed)
+    monkeypatch.setattr(Kernels, "load", loaded)
+
+
+@pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
+@pytest.mark.parametrize("jobs", [1, 2, 3])
+def test_no_more_threads_work_at_once_than_there_are_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int, dtype: str
+) -> None:
+    gauge = Gauge()
+    case = Case(tmp_path, dtype=dtype)
+    watch_work(monkeypatch, gauge)
+    case.write(jobs=jobs)
+    assert 1 <= gauge.most <= jobs
+
+
+@pytest.mark.parametrize("jobs", [2, 3, 5])
+def test_as_many_blocks_are_computed_at_once_as_there_are_jobs(
+    case: Case, monkeypatch: pytest.MonkeyPatch, jobs: int
+) -> None:
+    """Each of the first ones waits for the others: with fewer at once the barrier would break."""
+    barrier, calls = threading.Barrier(jobs), itertools.count()
+    compute_part = stream._Run._compute_part
+
+    def computed(run: Any, *arguments: Any) -> None:
+        if next(calls) < jobs:
+            barrier.wait(60)
+        compute_part(run, *arguments)
+
+    monkeypatch.setattr(stream._Run, "_compute_part", computed)
+    case.write(jobs=jobs, digest=False)
+    assert not barrier.broken
+
+
+@pytest.mark.parametrize("jobs", [1, 4, None])
+def test_torch_computes_on_one_thread_in_every_lane(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int | None
+) -> None:
+    found: list[int] = []
+    fuse, load = Loaded.fuse, Kernels.load
+
+    def fused(loaded: Loaded, *arguments: Any) -> Any:
+        found.append(torch.get_num_threads())
+        return fuse(loaded, *arguments)
+
+    def loading(kernels: Kernels, step: Any) -> Loaded:
+        found.append(torch.get_num_threads())
+        return load(kernels, step)
+
+    monkeypatch.setattr(Loaded, "fuse", fused)
+    monkeypatch.setattr(Kernels, "load", loading)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        Case(tmp_path).merge(jobs=jobs)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) > 5
+    assert set(found) == {1}
+
+
+def test_the_base_is_hashed_before_results_take_its_place(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slow the digest is, and however quick everything else."""
+    digest = stream._Run._digest_base
+
+    def slowly(run: Any, slot: Any) -> None:
+        threading.Event().wait(0.01)
+        digest(run, slot)
+
+    monkeypatch.setattr(stream._Run, "_digest_base", slowly)
+    written = case.write(jobs=5)
+    assert written.base_sha256 == hashlib.sha256(case.base.read_bytes()).hexdigest()
+    assert written.sha256 == hashlib.sha256(case.out.read_bytes()).hexdigest()
+
+
+LANES = ["_read", "_digest_base", "_load", "_compute", "_place", "_digest_out", "write"]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "lane"), KeyboardInterrupt("lane"), MemoryError("lane")]
+)
+@pytest.mark.parametrize("calls", [1, 2, 11])
+@pytest.mark.parametrize("name", LANES)
+def test_a_lane_that_fails_while_others_wait_for_it(
+    case: Case, monkeypatch: pytest.MonkeyPatch, name: str, calls: int, error: BaseException
+) -> None:
+    """The error comes out, every thread ends, and nothing is left open."""
+    owner: Any = Sink if name == "write" else stream._Run
+    act, made = getattr(owner, name), itertools.count(1)
+
+    def failing(*arguments: Any) -> None:
+        if next(made) == calls:
+            raise error
+        act(*arguments)
+
+    monkeypatch.setattr(owner, name, failing)
+    disk = Disk(monkeypatch)
+    with pytest.raises(type(error), match="lane") as caught:
+        case.write(jobs=3)
+    assert caught.value is error
+    assert disk.opened == {}
+
+
+@pytest.mark.parametrize("n_buffers", [1, 2, 30])
+@pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
+def test_any_number_of_buffers_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_buffers: int, dtype: str
+) -> None:
+    case = Case(tmp_path, dtype=dtype)
+    case.write()
+    wanted = case.out.read_bytes()
+    monkeypatch.setattr("fuselora.engine.means.blocks_under_way", lambda jobs: n_buffers)
+    written = case.write(jobs=3)
     assert case.out.read_bytes() == wanted
     assert written.sha256 == hashlib.sha256(wanted).hexdigest()
 
@@ -345,7 +561,7 @@ def test_a_full_disk_is_met_before_the_work(case: Case, monkeypatch: pytest.Monk
     assert caught.value.errno == errno.ENOSPC
 
 
-@pytest.mark.parametrize("number", sorted(stream.NO_FALLOCATE))
+@pytest.mark.parametrize("number", sorted(NO_FALLOCATE))
 def test_a_file_system_that_cannot_reserve(case: Case, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def refuse(descriptor: int, offset: int, n_bytes: int) -> None:
         raise fails(number)
@@ -408,8 +624,55 @@ def test_a_result_that_is_not_finite_leaves_nothing_behind(tmp_path: Path) -> No
         NumericError, match=r"base\.safetensors: m\.weight: the fused tensor is not fin"
     ) as caught:
         fuselora.merge(case.base, [f"{one}:4"], tmp_path / "out")
-    assert caught.value.facts["tensor"] == "m.weight"
+    assert caught.value.facts == {"tensor": "m.weight", "path": str(case.base)}
     assert tree(tmp_path) == before
+
+
+def beyond(folder: Path, tensors: dict[str, torch.Tensor], strength: float, **options: Any) -> NumericError:
+    """What a merge into ``m.weight`` that cannot be finite says."""
+    base = write(folder / "base.safetensors", tensors, pad=72)
+    rows, columns = tensors["m.weight"].shape
+    one = lora(folder / "l.safetensors", pair("m", torch.full((rows, 1), 10.0), torch.ones(1, columns)))
+    with pytest.raises(NumericError, match=r"base\.safetensors: m\.weight: the fused tensor") as caught:
+        fuselora.merge(base, [f"{one}:{strength}"], folder / "out", **options)
+    return caught.value
+
+
+ONES = torch.full((9,), -1)  # taken for floats, these bytes are NaN
+
+
+@pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
+def test_a_sum_that_does_not_fit_is_told_from_a_base_that_is_broken(tmp_path: Path, dtype: str) -> None:
+    """The base's bytes are gone from memory by then; those around the tensor say nothing about it."""
+    whole = {"a.ids": ONES, "m.weight": noise(70, 9), "z.ids": ONES}
+    said = beyond(tmp_path, whole, 1e38, dtype=dtype).message
+    assert said.endswith(f"the sum does not fit {'F32' if dtype == 'keep' else 'BF16'}")
+
+
+@pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [(0, 0), (69, 8)])
+def test_a_base_that_is_not_finite_is_named(
+    tmp_path: Path, dtype: str, value: float, place: tuple[int, int]
+) -> None:
+    weight = noise(70, 9)
+    weight[place] = value
+    said = beyond(tmp_path, {"m.weight": weight, "z.ids": ONES}, 1.0, dtype=dtype).message
+    assert said.endswith("the base itself holds NaN or infinity there")
+
+
+def test_a_large_base_is_looked_through_to_its_end(tmp_path: Path) -> None:
+    weight = torch.zeros(1100, 1000).bfloat16()
+    weight[1099, 999] = float("nan")
+    assert "the base itself" in beyond(tmp_path, {"m.weight": torch.cat([weight] * 2)}, 1.0).message
+
+
+def test_a_base_that_is_gone_when_it_is_looked_through(case: Case) -> None:
+    case.tensors["m.weight"][0, 0] = float("nan")
+    write(case.base, case.tensors, pad=72)
+    with pytest.raises(ReadError, match=r"base\.safetensors: cannot be read: No such file") as caught:
+        case.write(once(case.base.unlink))
+    assert isinstance(caught.value.__cause__, OSError)
 
 
 # interruptions
@@ -434,7 +697,7 @@ def test_an_interrupt_from_the_terminal(case: Case) -> None:
 
 
 def test_an_interrupt_while_the_last_write_is_awaited(case: Case) -> None:
-    n_calls = sum(1 for _ in pieces(case.file)) + 1  # the header too
+    n_calls = sum(1 for _ in blocks(case.file)) + 1  # the header too
     hold = threading.Event()
 
     def interrupt() -> None:
@@ -460,23 +723,3 @@ def test_a_merge_that_was_interrupted_can_be_run_again(tmp_path: Path) -> None:
 def test_an_error_of_the_progress_bar_is_not_swallowed(case: Case) -> None:
     with pytest.raises(ZeroDivisionError):
         case.write(once(lambda: 1 // 0, 4))
-
-
-# cutting steps to pieces
-
-
-def test_pieces_of_a_copy_and_of_a_fusion(case: Case) -> None:
-    copy = next(step for step in case.file.steps if isinstance(step, Copy))
-    cut_up = [
-        piece
-        for piece in pieces(case.file)
-        if piece.step is None and piece.source < copy.source + copy.n_bytes
-    ]
-    assert [piece.n_bytes for piece in cut_up] == [1000] * (copy.n_bytes // 1000)
-    assert cut_up[0].source == copy.source
-    assert cut_up[-1].target + cut_up[-1].out_bytes == copy.target + copy.n_bytes
-    fuse = next(step for step in case.file.steps if isinstance(step, Fuse))
-    chunks = [piece for piece in pieces(case.file) if piece.step is fuse]
-    assert tuple(piece.rows for piece in chunks) == fuse.chunks
-    assert sum(piece.n_bytes for piece in chunks) == fuse.base_bytes
-    assert sum(piece.out_bytes for piece in chunks) == fuse.n_bytes

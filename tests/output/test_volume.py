@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fuselora.errors import MarkerError, OutputError
+from fuselora.filenames import FORMER_NAME, STAGE_NAME
 from fuselora.marker import FILE_NAME, JOURNAL_NAME, read_marker
 from fuselora.output import volume
 from fuselora.output.staging import discard, open_stage, prepare, publish
@@ -85,7 +86,7 @@ def test_overwrite_leaves_nothing_of_the_old(out: Path, base: Path) -> None:
         prepare(out, inputs=[base], overwrite=False, restart=False)
     run(out, base, "new", overwrite=True)
     assert tree(out) == expected("new")
-    assert not (out / volume.FORMER_NAME).exists()
+    assert not (out / FORMER_NAME).exists()
 
 
 @pytest.mark.parametrize("foreign", ["notes.txt", "transformer/x.safetensors", "fuselora.partial/x"])
@@ -99,8 +100,8 @@ def test_a_foreign_file_is_refused(out: Path, base: Path, foreign: str) -> None:
 
 
 def test_a_foreign_file_beside_a_former_output_is_refused(out: Path, base: Path) -> None:
-    write_fused(out / volume.FORMER_NAME, "old")
-    (out / volume.FORMER_NAME / "mine").touch()
+    write_fused(out / FORMER_NAME, "old")
+    (out / FORMER_NAME / "mine").touch()
     with pytest.raises(OutputError, match=r"fuselora\.former/mine"):
         prepare(out, inputs=[base], overwrite=True, restart=False)
 
@@ -129,7 +130,7 @@ def state(out: Path) -> str:
 
 
 def published(out: Path) -> dict[str, bytes]:
-    own = (JOURNAL_NAME, volume.STAGE_NAME, volume.FORMER_NAME)
+    own = (JOURNAL_NAME, STAGE_NAME, FORMER_NAME)
     return {path: content for path, content in tree(out).items() if not path.startswith(own)}
 
 
@@ -203,9 +204,7 @@ def test_killed_while_rolling_back_the_next_run_goes_on_with_that(tmp_path: Path
         settle(out, base)
         assert published(out) == expected("old"), f"step {step}"
         assert state(out) == "whole"
-        staged = {
-            path: content for path, content in tree(out / volume.STAGE_NAME).items() if path != JOURNAL_NAME
-        }
+        staged = {path: content for path, content in tree(out / STAGE_NAME).items() if path != JOURNAL_NAME}
         assert staged == expected("new"), f"step {step}"
         step += 1
     assert step > 20
@@ -230,7 +229,7 @@ def test_a_move_that_fails_is_undone(
     rename = Path.rename
 
     def failing(self: Path, target: Path) -> Path:
-        if self.name == name and volume.STAGE_NAME in self.parts:
+        if self.name == name and STAGE_NAME in self.parts:
             raise error
         return rename(self, target)
 
@@ -246,12 +245,12 @@ def test_a_move_that_fails_is_undone(
             assert kept == ([] if dropped or name == JOURNAL_NAME else list(SHARDS))
             if dropped:
                 discard(stage)
-                assert tree(out) == {**expected("old"), f"{volume.STAGE_NAME}.lock": stage.lock.read_bytes()}
+                assert tree(out) == {**expected("old"), f"{STAGE_NAME}.lock": stage.lock.read_bytes()}
 
 
 def test_a_torn_publication_without_its_stage_is_refused(tmp_path: Path, base: Path) -> None:
     out = interrupted(tmp_path / "volume", base)
-    shutil.rmtree(out / volume.STAGE_NAME)
+    shutil.rmtree(out / STAGE_NAME)
     before = tree(out)
     for overwrite in (False, True):
         with pytest.raises(OutputError, match=r"fuselora\.partial is gone"):
@@ -274,7 +273,7 @@ def test_what_was_replaced_and_cannot_be_removed_is_said(
     unlink = Path.unlink
 
     def failing(self: Path, missing_ok: bool = False) -> None:
-        if volume.FORMER_NAME in self.parts:
+        if FORMER_NAME in self.parts:
             raise OSError(errno.EPERM, "Operation not permitted", str(self))
         unlink(self, missing_ok)
 
@@ -283,7 +282,7 @@ def test_what_was_replaced_and_cannot_be_removed_is_said(
         with pytest.raises(OutputError, match="is complete") as caught:
             run(out, base, "new", overwrite=True)
     assert caught.value.facts["published"] is True
-    assert volume.FORMER_NAME in (caught.value.hint or "")
+    assert FORMER_NAME in (caught.value.hint or "")
     assert state(out) == "whole"
     assert published(out) == expected("new")
     run(out, base, "newer", overwrite=True)

@@ -1,0 +1,186 @@
+"""Accelerators: the same sums on a device, blocks streamed through it from pinned buffers.
+
+Each thread that computes has a stream of its own, so that copies in, sums and copies out overlap.
+torch's device-generic API is used throughout: cuda, xpu, npu and mps go the same way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from ctypes import c_char
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fuselora.delta.sums import add_full, add_low_rank
+from fuselora.engine.factors import read_factor, read_rows
+from fuselora.engine.kernel import Lost, Sum, count_lost
+from fuselora.errors import InputError, NumericError
+from fuselora.planning import BLOCK_BYTES, UNIT_ROWS, Full, Fuse, LowRank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HINT = "Use --device cpu, which needs no accelerator and is bound by the disk all the same."
+HEADROOM = 4  # a block in its own dtype, its float32 sum, one product and the result
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of ``--device``: ``cpu``, ``auto`` (the accelerator there is, or the CPU), or torch's name.
+
+    Raises ``InputError`` when it is not there.
+    """
+    if name == "auto":
+        return _accelerator() or torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"--device {name}: is no device that torch knows", hint=HINT, device=name) from error
+    if device.type != "cpu":
+        _refuse_absent(device)
+    return device
+
+
+def needed_bytes(steps: Iterable[Fuse], workers: int) -> int:
+    """Bytes on the device at the peak: blocks of all workers, and the largest factors, twice."""
+    factors = max((sum(_factor_bytes(delta) for delta in step.deltas) for step in steps), default=0)
+    return workers * HEADROOM * BLOCK_BYTES + 2 * factors
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """None where the device cannot say."""
+    backend = _backend(device)
+    if not hasattr(backend, "mem_get_info"):
+        return None
+    return int(backend.mem_get_info(device)[0])
+
+
+def device_name(device: torch.device) -> str:
+    """For the marker: the kind of device and what its driver calls it."""
+    backend = _backend(device)
+    if device.type == "cpu" or not hasattr(backend, "get_device_name"):
+        return device.type
+    return f"{device.type}: {backend.get_device_name(device)}"
+
+
+def pinned_memory(n_bytes: int) -> memoryview:
+    """Memory that a device copies from and to by itself; it starts on a page."""
+    held = torch.empty(max(n_bytes, 1), dtype=torch.uint8, pin_memory=True)
+    memory = (c_char * held.numel()).from_address(held.data_ptr())
+    memory._held = held  # type: ignore[attr-defined]  # lives as long as the view of it
+    return memoryview(memory).cast("B")
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """float32 sums on an accelerator, rounded once there; fits every step."""
+
+    device: torch.device
+    accumulate: str = "float32"
+
+    @property
+    def name(self) -> str:
+        return f"{self.device.type}-float32"
+
+    def fits(self, step: Fuse) -> bool:
+        del step
+        return True
+
+    def load(self, step: Fuse) -> Sum:
+        return _DeviceSum(self.device, tuple(self._adder(delta, step.columns) for delta in step.deltas))
+
+    def _adder(self, delta: LowRank | Full, columns: int) -> Callable[[torch.Tensor, int, int], None]:
+        scale = delta.scale
+        if isinstance(delta, LowRank):
+            up, down = (read_factor(f, torch.float32).to(self.device) for f in (delta.up, delta.down))
+            return lambda total, first, last: add_low_rank(total, up[first:last], down, scale)
+        diff = delta.diff
+
+        def add(total: torch.Tensor, first: int, last: int) -> None:
+            rows = read_rows(diff, columns, first, last, torch.float32)
+            add_full(total, rows.to(self.device), scale)
+
+        return add
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceSum:
+    device: torch.device
+    adders: tuple[Callable[[torch.Tensor, int, int], None], ...]
+
+    def rows(self, base: torch.Tensor, out: torch.Tensor, first: int, last: int) -> Lost:
+        with _out_of_memory(self.device), _stream(self.device) as settle:
+            total = base.to(self.device, non_blocking=True).float()
+            before = total[:UNIT_ROWS].clone() if first == 0 and self.adders else None
+            for add in self.adders:
+                add(total, first, last)
+            narrow = total.to(out.dtype)
+            out.copy_(narrow, non_blocking=True)
+            lost = count_lost(before, total[:UNIT_ROWS], narrow[:UNIT_ROWS]) if before is not None else Lost()
+            settle()
+        return lost
+
+
+_streams = threading.local()
+
+
+@contextmanager
+def _stream(device: torch.device) -> Iterator[Callable[[], None]]:
+    """The calling thread's stream; what is yielded waits for it."""
+    backend = _backend(device)
+    if device.type == "cpu" or not hasattr(backend, "stream"):
+        yield _settled(device)
+        return
+    if getattr(_streams, "device", None) != device:
+        _streams.device, _streams.held = device, backend.Stream(device)
+    with backend.stream(_streams.held):
+        yield _streams.held.synchronize
+
+
+def _settled(device: torch.device) -> Callable[[], None]:
+    """Waits for everything on a device that has no streams of its own."""
+    backend = _backend(device)
+    synchronize: Callable[[], None] = getattr(backend, "synchronize", lambda: None)
+    return synchronize
+
+
+@contextmanager
+def _out_of_memory(device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        what = f"--device {device}: ran out of memory: {error}"
+        raise NumericError(what, hint=HINT, device=str(device)) from error
+
+
+def _backend(device: torch.device) -> Any:  # noqa: ANN401
+    """torch.cuda, torch.xpu, torch.npu ...: modules of one shape, which torch gives no type."""
+    return getattr(torch, device.type, None)
+
+
+def _accelerator() -> torch.device | None:
+    accelerator = getattr(torch, "accelerator", None)
+    if accelerator is not None:
+        return accelerator.current_accelerator() if accelerator.is_available() else None
+    return torch.device("cuda") if torch.cuda.is_available() else None
+
+
+def _refuse_absent(device: torch.device) -> None:
+    backend = _backend(device)
+    count = backend.device_count() if backend is not None and backend.is_available() else 0
+    if (device.index or 0) < count:
+        return
+    there = _accelerator()
+    what = f"--device {device}: torch sees {'none' if count == 0 else f'only {count}'} of that kind"
+    hint = f"There is {there}." if there is not None and there.type != device.type else HINT
+    raise InputError(what, hint=hint, device=str(device))
+
+
+def _factor_bytes(delta: LowRank | Full) -> int:
+    """In float32; a difference is read in rows."""
+    if isinstance(delta, Full):
+        return 0
+    return sum(4 * factor.shape[0] * factor.shape[1] for factor in (delta.up, delta.down))
