@@ -14,7 +14,11 @@ OMNI_PINS := $(OMNI)/constraints.txt $(OMNI)/requirements.txt
 OMNI_STAMP := $(OMNI_VENV)/.installed-$(shell cat pyproject.toml $(OMNI_PINS) | cksum | cut -d' ' -f1)
 OMNI_PIP := $(OMNI_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(OMNI)/constraints.txt
 
-.PHONY: demo test test-fast test-vllm-omni lint format clean
+# under five minutes on two busy cores; `scripts/bench.py` says what the full run is
+BENCH ?= --gigabytes 1 --cases bf16+1xbf16,f32+1xbf16 --rounds 3 --float32-rounds 1 \
+	--peer-cases bf16+1xbf16 --peer-rounds 1
+
+.PHONY: demo test test-fast test-vllm-omni bench lint format clean
 
 demo: $(STAMP)  ## make a tiny Wan2.2 pair, merge it, verify it
 	$(BIN)/fuselora demo $(DEMO)
@@ -25,8 +29,11 @@ test: $(STAMP)  ## all tests, the slow ones too
 test-fast: $(STAMP)  ## without the slow ones
 	$(BIN)/pytest --numprocesses auto -m "not slow" $(TESTS)
 
-test-vllm-omni: $(OMNI_STAMP)  ## against vLLM-Omni's own classes on the CPU; an environment of 3 GB of its own
+test-vllm-omni: $(OMNI_STAMP)  ## against vLLM-Omni's own classes on the CPU; an environment of its own (2.5 GB)
 	$(OMNI_VENV)/bin/pytest $(OMNI)
+
+bench: $(STAMP)  ## time and memory beside `cp` and other tools
+	$(BIN)/python scripts/bench.py --work build $(BENCH)
 
 lint: $(STAMP)  ## what CI and pre-commit check
 	$(BIN)/ruff check .
