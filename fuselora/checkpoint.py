@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -16,18 +16,16 @@ from typing import Literal, NoReturn
 from fuselora.errors import CheckpointError, InputError
 from fuselora.families import FAMILIES, Family, Layout
 from fuselora.fields import NOT_IN_PATHS
-from fuselora.filenames import is_loadable as is_loadable
-from fuselora.filenames import is_model_file
-from fuselora.filenames import is_weight_file as is_weight_file
+from fuselora.filenames import is_loadable, is_model_file
 from fuselora.header import Header, TensorInfo, read_header
 from fuselora.jsonfile import read_json
 from fuselora.marker import FINGERPRINT_KEY, Marker, read_marker
 from fuselora.reading import reading
+from fuselora.specs import PIPELINE_COMPONENTS
 
 Container = Literal["pipeline", "experts", "component", "file"]
 INDEX_SUFFIX = ".safetensors.index.json"
 KEY_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.", "")
-PIPELINE_COMPONENTS = ("transformer", "transformer_2", "unet")
 NATIVE_EXPERTS = {"transformer": "high_noise_model", "transformer_2": "low_noise_model"}
 SHARD_NUMBER = re.compile(r"-(\d+)-of-(\d+)(?=[.-])")
 
@@ -330,13 +328,6 @@ def _family(components: Sequence[Component]) -> Family | None:
 def _with_role(component: Component, n_components: int, family: Family | None) -> Component:
     roles = family.experts if family and n_components > 1 else {}
     return replace(component, role=roles.get(component.name, "single"))
-
-
-def shards_of(checkpoint: Checkpoint) -> Iterator[tuple[Component, Header]]:
-    """Every shard with its component, in the order they are written."""
-    for component in checkpoint.components:
-        for shard in component.shards:
-            yield component, shard
 
 
 def _fault(where: Path, what: str, *, hint: str | None = None, **facts: object) -> NoReturn:

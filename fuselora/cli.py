@@ -116,6 +116,7 @@ Stack = Annotated[bool, typer.Option("--stack", help="Add to a base that is alre
 KernelOption = Annotated[
     KernelChoice, typer.Option("--kernel", help="reference: float64, the same bytes on every machine; slow.")
 ]
+Device = Annotated[str, typer.Option(help="cpu, auto, or a torch device: cuda, cuda:1, xpu, npu, mps.")]
 Jobs = Annotated[Optional[int], typer.Option(min=1, help="Threads [all cores].")]  # noqa: UP045
 AssetsOption = Annotated[AssetsChoice, typer.Option("--assets", help="The rest of a pipeline.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an OUT that fuselora wrote.")]
@@ -173,6 +174,7 @@ def merge(
     allow_unmatched: Unmatched = [],  # noqa: B006
     strict: Strict = False,
     stack: Stack = False,
+    device: Device = "cpu",
     kernel: KernelOption = KernelChoice.auto,
     jobs: Jobs = None,
     assets: AssetsOption = AssetsChoice.copy,
@@ -191,7 +193,7 @@ def merge(
         asked = Request(
             base=base, loras=_specs(lora or [], high, low), out=out, dtype=dtype.value, uniform=uniform,
             variant=variant, alphas=tuple(map(parse_alpha, alpha)), allow_unmatched=tuple(allow_unmatched),
-            strict=strict, stack=stack, kernel=kernel.value, jobs=jobs, assets=assets.value,
+            strict=strict, stack=stack, device=device, kernel=kernel.value, jobs=jobs, assets=assets.value,
             overwrite=overwrite, restart=restart, digest=digest, revision=revision,
             layout=layout.value if layout else None, skeleton=skeleton,
         )  # fmt: skip
@@ -213,24 +215,29 @@ def plan(
     allow_unmatched: Unmatched = [],  # noqa: B006
     strict: Strict = False,
     stack: Stack = False,
+    device: Device = "cpu",
     kernel: KernelOption = KernelChoice.auto,
+    jobs: Jobs = None,
+    out: Out = None,
     content: Annotated[bool, typer.Option("--content", help="Read the LoRA data too.")] = False,
+    estimate: Annotated[bool, typer.Option("--estimate", help="Probe disk and kernel: how long?")] = False,
     revision: Revision = None,
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """What merge would fuse, from headers alone; writes nothing."""
+    """What merge would fuse, from headers alone; writes nothing (--estimate: a probe that it removes)."""
     with _reporting(json=json, quiet=quiet, verbose=verbose) as reporter:
-        from fuselora.pipeline import plan_request
+        from fuselora.pipeline import estimate_plan, plan_request
 
         asked = Request(
             base=base, loras=_specs(lora or [], high, low), dtype=dtype.value, uniform=uniform,
             variant=variant, alphas=tuple(map(parse_alpha, alpha)), allow_unmatched=tuple(allow_unmatched),
-            strict=strict, stack=stack, kernel=kernel.value, content=content, revision=revision,
-            layout=layout.value if layout else None, skeleton=skeleton,
+            strict=strict, stack=stack, device=device, kernel=kernel.value, jobs=jobs, content=content,
+            revision=revision, layout=layout.value if layout else None, skeleton=skeleton, out=out,
         )  # fmt: skip
-        reporter.plan(plan_request(asked, reporter))
+        planned = plan_request(asked, reporter)
+        reporter.plan(planned, estimate_plan(planned) if estimate else None)
 
 
 @app.command()
@@ -272,7 +279,9 @@ def verify(
 
 @app.command()
 def check(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that should be fused.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="A folder that should be fused.", readable=False)
+    ],
     lora: Asked = [],  # noqa: B006
     digest: Annotated[bool, typer.Option("--digest", help="Read every byte again.")] = False,
     json: Json = False,
@@ -282,8 +291,8 @@ def check(
     Exit code: 0 if it is fused and whole and none of the LoRAs is in it, 1 if not, 2 for usage.
     """
     with _reporting(json=json) as reporter:
-        from fuselora.integrity import check as check_folder
-        from fuselora.preflight import lora_paths
+        from fuselora.check.command import lora_paths
+        from fuselora.check.folder import check as check_folder
 
         report = check_folder(out, loras=lora_paths(lora), digest=digest)
         reporter.checked(out, report)

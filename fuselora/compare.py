@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from fuselora.digest import read_range, sha256_file
 from fuselora.errors import FormatError, InputError
-from fuselora.header import Header, TensorInfo, read_header
+from fuselora.header import DTYPE_CODES, Header, TensorInfo, bytes_by_dtype, read_header
 from fuselora.jsonfile import read_json
 from fuselora.marker import FILE_NAME, ComponentRecord
 from fuselora.match import FUSABLE
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 Advance = Callable[[int], None]
 Kind = Literal["copied", "cast", "fused"]
-DTYPES: Mapping[str, str] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 # Rounding a float32 sum instead of the float64 one gives another value in far fewer elements than this.
 UNEXPLAINED_SHARE = 0.001
 
@@ -134,7 +133,7 @@ class _Comparison:
 
     def dtype_findings(self) -> Iterator[Finding]:
         """A dtype is the base's, or where tensors were cast the one that the marker names."""
-        wanted = DTYPES.get(self.record.dtype, self.record.dtype)
+        wanted = DTYPE_CODES.get(self.record.dtype, self.record.dtype)
         base = self.base.tensors()
         floats = [key for key, tensor in base.items() if self._may_be_cast(tensor) and key in self.placed]
         uniform = all(self.placed[key].tensor.dtype == wanted for key in floats)
@@ -213,10 +212,7 @@ class _Comparison:
 
 def _main_dtype(tensors: Iterable[TensorInfo]) -> str | None:
     """The dtype that holds most bytes."""
-    totals: Counter[str] = Counter()
-    for tensor in tensors:
-        totals[tensor.dtype] += tensor.n_bytes
-    return max(totals, key=lambda dtype: totals[dtype], default=None)
+    return next(iter(bytes_by_dtype((tensor.dtype, tensor.n_bytes) for tensor in tensors)), None)
 
 
 def _tensor_bytes(base: Component) -> int:

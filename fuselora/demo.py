@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,19 +11,21 @@ from fuselora import synth
 from fuselora.errors import OutputError
 from fuselora.marker import read_marker
 from fuselora.pipeline import FuseReport, merge
-from fuselora.verify import VerifyReport, verify
+from fuselora.verify import verify
+from fuselora.verify_report import VerifyReport
 
 if TYPE_CHECKING:
     from fuselora.progress import Progress
 
 BASE, OUT = "Wan2.2-tiny", "Wan2.2-tiny-fused"
+BY_HAND = "Wan2.2-tiny-by-hand"
 HIGH, LOW = "high_noise_model.safetensors", "low_noise_model.safetensors"
 SHARD_BYTES = 200_000
 
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """What the demo made and found; ``commands`` do the same by hand."""
+    """What the demo made and found; ``commands`` do the same by hand, into a folder of their own."""
 
     folder: Path
     merged: FuseReport
@@ -30,11 +33,11 @@ class Demo:
 
     @property
     def commands(self) -> tuple[str, ...]:
-        base, out = self.folder / BASE, self.folder / OUT
-        loras = f"{self.folder / HIGH},{self.folder / LOW}"
+        base, out, high, low = (str(self.folder / name) for name in (BASE, BY_HAND, HIGH, LOW))
+        merge_it = ("--lora", f"{high},{low}", "--dtype", "bfloat16", "--out", out)
         return (
-            f"fuselora merge --base {base} --lora {loras} --dtype bfloat16 --out {out}",
-            f"fuselora verify {out} --base {base} --lora {self.folder / HIGH} --lora {self.folder / LOW}",
+            shlex.join(("fuselora", "merge", "--base", base, *merge_it)),
+            shlex.join(("fuselora", "verify", out, "--base", base, "--lora", high, "--lora", low)),
         )
 
 

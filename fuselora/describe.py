@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fuselora.checkpoint import NATIVE_EXPERTS, PIPELINE_COMPONENTS, SHARD_NUMBER, open_checkpoint
+from fuselora.check.folder import check
+from fuselora.checkpoint import NATIVE_EXPERTS, SHARD_NUMBER, open_checkpoint
 from fuselora.description import (
     CheckpointDescription,
     ComponentDescription,
@@ -21,19 +22,17 @@ from fuselora.description import (
 )
 from fuselora.errors import CheckpointError, Fault, InputError
 from fuselora.families import FAMILIES
-from fuselora.header import read_header
-from fuselora.integrity import check
+from fuselora.header import bytes_by_dtype, dtype_name, read_header
 from fuselora.lora.adapter import open_adapter
 from fuselora.lora.grammar import LEAVES, UNFUSED, parse_key, spellings, unfused_kind
 from fuselora.lora.sampling import sampling_of
 from fuselora.lora.scale import BadAlpha, config_of_metadata, resolve_alpha
 from fuselora.marker import COMPONENT_KEY, FILE_NAME, FINGERPRINT_KEY, read_marker
 from fuselora.match import plain_name
-from fuselora.record import dtype_name
 from fuselora.resolve import resolve_base, resolve_lora
 from fuselora.selection import ADAPTER_CONFIG, ADAPTER_WEIGHTS, variants
 from fuselora.serving_notes import notes_of
-from fuselora.specs import LoraSpec
+from fuselora.specs import PIPELINE_COMPONENTS, LoraSpec
 from fuselora.targets import FIRST, expert_in_name, key_owners, named_component
 
 if TYPE_CHECKING:
@@ -363,10 +362,7 @@ def _component(component: Component) -> ComponentDescription:
 
 def _dtypes(tensors: Iterable[TensorInfo]) -> Mapping[str, int]:
     """Bytes by dtype, the most first."""
-    totals: Counter[str] = Counter()
-    for tensor in tensors:
-        totals[dtype_name(tensor.dtype)] += tensor.n_bytes
-    return dict(totals.most_common())
+    return bytes_by_dtype((dtype_name(tensor.dtype), tensor.n_bytes) for tensor in tensors)
 
 
 def _fused(path: Path, checkpoint: Checkpoint) -> Fused | None:

@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from fuselora.check.report import CheckReport
     from fuselora.checkpoint import Container
     from fuselora.errors import Fault
     from fuselora.families import Layout
     from fuselora.lora.scale import AlphaSource
-    from fuselora.marker import CheckReport, ComponentRecord, LoraRecord, Marker
+    from fuselora.marker import ComponentRecord, LoraRecord, Marker
 
 Row = tuple[str, str]
 # What only reading the LoRA's data could tell.
@@ -507,7 +508,7 @@ def _scales(lora: LoraRecord) -> list[dict[str, object]]:
 
 
 def _lora_text(lora: LoraRecord) -> str:
-    text = f"{lora.name} on {lora.component}, strength {lora.strength:g}"
+    text = lora.text
     alpha, ranks = lora.raw.get("alpha"), lora.raw.get("ranks")
     if isinstance(alpha, dict) and isinstance(alpha.get("values"), list) and alpha["values"]:
         text += f", alpha {_some(alpha['values'])} ({alpha.get('source')})"

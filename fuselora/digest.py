@@ -19,6 +19,15 @@ def canonical_json(value: object) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
+def whole_numbers(value: object) -> object:
+    """``value`` with 4 for every 4.0 in it: JSON has one kind of number, and tools write either."""
+    if isinstance(value, Mapping):
+        return {name: whole_numbers(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [whole_numbers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def tagged(digest: str) -> str:
     """``"sha256:<64 hex digits>"``, the spelling used in the marker for identities."""
     return f"sha256:{digest}"

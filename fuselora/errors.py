@@ -128,6 +128,10 @@ class Notice:
     message: str
     facts: Mapping[str, object] = field(default_factory=dict)
 
+    def document(self) -> dict[str, object]:
+        """The notice as JSON data, in a marker too."""
+        return {"code": self.code, "message": self.message, **self.facts}
+
 
 class Refused(FuseloraError):
     """The inputs do not fit together; nothing was written. ``faults`` lists every reason found, once."""

@@ -10,6 +10,9 @@ MODEL_ENDINGS = (".safetensors", ".bin", ".pt", ".ckpt", ".gguf")
 WEIGHT_ENDINGS = (*MODEL_ENDINGS, ".pth")
 # An index of shards; a variant's is called x.safetensors.index.fp16.json.
 _INDEX = re.compile(r".*\.index(\.[^.]+)?\.json", re.DOTALL)
+# In the root of a repository, what people write about it and no loader reads.
+DOCUMENT_NAMES = ("README", "LICENSE", "LICENCE", "NOTICE")
+DOCUMENT_ENDINGS = (".md", ".png", ".jpg", ".jpeg", ".gif", ".webp", ".svg", ".mp4")
 # What version control and huggingface_hub keep in a folder for themselves.
 PRIVATE_FOLDERS = ("/.git", "/.cache/huggingface")
 
@@ -34,9 +37,22 @@ def is_weight_file(name: str) -> bool:
     return name.endswith(WEIGHT_ENDINGS)
 
 
+def is_weight_or_index(name: str) -> bool:
+    """Whether a loader could take a file of this name for weights of any component or their index."""
+    return is_weight_file(name) or is_index(name)
+
+
 def is_index(name: str) -> bool:
     """Whether a file of this name is an index of shards, of any variant."""
     return _INDEX.fullmatch(name) is not None
+
+
+def is_document(path: str) -> bool:
+    """Whether the file at this relative path is about the checkpoint and no part of it."""
+    is_in_root = "/" not in path and not is_weight_or_index(path)
+    return is_in_root and (
+        path == ".gitattributes" or path.startswith(DOCUMENT_NAMES) or path.lower().endswith(DOCUMENT_ENDINGS)
+    )
 
 
 def is_private(path: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,9 @@ DTYPE_BITS: Mapping[str, int] = {
     "I32": 32, "U32": 32, "F32": 32,
     "I64": 64, "U64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
+# What torch, a config.json and fused.json call those that weights can be fused in.
+DTYPE_NAMES: Mapping[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+DTYPE_CODES: Mapping[str, str] = {name: code for code, name in DTYPE_NAMES.items()}
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library refuses longer headers
 PAGE = 4096
 
@@ -64,6 +68,19 @@ class Header:
 
     def by_name(self) -> dict[str, TensorInfo]:
         return {tensor.name: tensor for tensor in self.tensors}
+
+
+def dtype_name(code: str) -> str:
+    """A safetensors dtype as torch calls it; the code itself for one that weights are not fused in."""
+    return DTYPE_NAMES.get(code, code)
+
+
+def bytes_by_dtype(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """The sums of (dtype, bytes) pairs: the dtype with most bytes first, of equals the one met first."""
+    totals: Counter[str] = Counter()
+    for dtype, n_bytes in sizes:
+        totals[dtype] += n_bytes
+    return dict(totals.most_common())
 
 
 def read_header(path: Path) -> Header:

@@ -1,7 +1,7 @@
 """``fused.json``, the marker of a fused folder: what it says, read and written. Standard library only.
 
 Serving engines import this module. ``python -m fuselora.marker OUT`` is the preflight that needs no
-other package (``preflight``). ``schema/fused-1.0.schema.json`` documents the fields one by one.
+other package (``check.command``). ``schema/fused-1.0.schema.json`` documents the fields one by one.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from fuselora.digest import sha256_json, tagged
+from fuselora.digest import sha256_json, tagged, whole_numbers
 from fuselora.errors import InputError, MarkerError
 from fuselora.fields import HEX, HINT, TAGGED, Fields, broken, parse, short
+from fuselora.reading import reading
 
 if TYPE_CHECKING:
-    from fuselora.check_report import CheckReport, Finding, LoraOutcome
-    from fuselora.integrity import check
+    from fuselora.check.folder import check
 
 __all__ = [
     "COMPONENT_KEY", "FILE_NAME", "FINGERPRINT_KEY", "JOURNAL_NAME", "MAX_BYTES", "SCHEMA",
-    "CheckReport", "ComponentRecord", "FileRecord", "Finding", "LoraOutcome", "LoraRecord", "Marker",
-    "check", "decode", "encode", "read_marker",
+    "ComponentRecord", "FileRecord", "LoraRecord", "Marker", "check", "decode", "encode", "read_marker",
 ]  # fmt: skip
 
 FILE_NAME = "fused.json"
@@ -37,6 +36,9 @@ SCHEMA = "fuselora.fused/1.0"
 FINGERPRINT_KEY = "fuselora.fingerprint"
 COMPONENT_KEY = "fuselora.component"
 MAX_BYTES = 64 << 20
+# What a server does about a LoRA that is not listed, where the marker does not say.
+POLICY: Mapping[str, str] = {"distill_lora": "refuse", "dynamic_lora": "allow"}
+POLICY_VALUES = ("refuse", "warn", "allow")
 SCHEMA_FORM = re.compile(r"fuselora\.fused/([0-9]{1,6})\.([0-9]{1,6})")
 # Not under the seal: itself, the one field that follows the clock, and what whoever serves may choose.
 UNSEALED = frozenset({"seal", "created", "policy"})
@@ -86,6 +88,11 @@ class LoraRecord:
     strength: float
     raw: Mapping[str, object]
 
+    @property
+    def text(self) -> str:
+        """What was put where, in words."""
+        return f"{self.name} on {self.component}, strength {self.strength:g}"
+
 
 @dataclass(frozen=True, slots=True)
 class Marker:
@@ -124,6 +131,12 @@ class Marker:
         return {n: v for n, v in entries if isinstance(v, (int, float, str)) and not isinstance(v, bool)}
 
     @property
+    def policy(self) -> Mapping[str, object]:
+        """What a server does about a LoRA that is not listed, as it stands there: it may be misspelled."""
+        values = self.raw.get("policy", {})
+        return {**POLICY, **values} if isinstance(values, Mapping) else dict.fromkeys(POLICY, values)
+
+    @property
     def weight_files(self) -> tuple[FileRecord, ...]:
         return tuple(record for part in self.components.values() for record in part.files)
 
@@ -136,16 +149,16 @@ class Marker:
 def read_marker(folder: Path | str) -> Marker | None:
     """The marker of ``folder``, or None where there is neither a marker nor a journal.
 
-    Raises ``InputError`` if ``folder`` is not a folder, and ``MarkerError`` for a marker that cannot be
-    trusted, whose ``facts["reason"]`` is "unfinished" (a journal and no marker), "version" (an unknown
-    major), "path" (one that leaves the folder) or "edited" (the seal does not fit), if it is there.
+    Raises ``InputError`` if ``folder`` is not a folder or cannot be looked into, and ``MarkerError`` for a
+    marker that cannot be trusted, whose ``facts["reason"]`` is "unfinished" (a journal and no marker),
+    "version" (an unknown major), "path" (one that leaves the folder) or "edited" (the seal does not fit),
+    if it is there.
     """
     folder = Path(folder)
     path = folder / FILE_NAME
+    is_there = _is_there(folder, path)
     try:
-        if not folder.is_dir():
-            _refuse_no_folder(folder)
-        if _exists(path):
+        if is_there:
             return decode(_bounded_bytes(path), str(path))
         if _exists(folder / JOURNAL_NAME):
             what = f"is unfinished: it has a {JOURNAL_NAME} and no {FILE_NAME}"
@@ -189,8 +202,13 @@ def encode(document: Mapping[str, object]) -> bytes:
 
 
 def seal_of(document: Mapping[str, object]) -> str:
-    """The digest over all of a marker but ``created`` and ``policy``: canonical JSON, lists as they are."""
-    return tagged(sha256_json({name: document[name] for name in document if name not in UNSEALED}))
+    """The digest over all of a marker but ``created`` and ``policy``.
+
+    Of canonical JSON, lists as they are and whole numbers without a fraction, so that another tool may
+    write the file anew.
+    """
+    sealed = {name: document[name] for name in document if name not in UNSEALED}
+    return tagged(sha256_json(whole_numbers(sealed)))
 
 
 _UNORDERED = {"files": "path", "side_files": "path", "skipped": "module"}
@@ -210,6 +228,13 @@ def _settled(value: object, name: str = "") -> object:
 def _refuse_no_folder(folder: Path) -> NoReturn:
     what = "is not a folder but a file" if folder.exists() else "is not a folder: nothing has that name"
     raise InputError(f"{folder}: {what}", hint=NAME_HINT, path=str(folder))
+
+
+def _is_there(folder: Path, path: Path) -> bool:
+    with reading(folder):
+        if not folder.is_dir():
+            _refuse_no_folder(folder)
+        return _exists(path)
 
 
 def _exists(path: Path) -> bool:
@@ -305,19 +330,12 @@ def _check_seal(root: Fields) -> None:
         broken(root.source, "was edited: its seal is not that of what it says", HINT, reason="edited")
 
 
-_ELSEWHERE = {
-    "check": "fuselora.integrity",
-    "CheckReport": "fuselora.check_report",
-    "Finding": "fuselora.check_report",
-    "LoraOutcome": "fuselora.check_report",
-}
-
-
 def __getattr__(name: str) -> object:
-    if name in _ELSEWHERE:
-        return getattr(import_module(_ELSEWHERE[name]), name)
+    """``check`` is loaded when first used."""
+    if name == "check":
+        return getattr(import_module("fuselora.check.folder"), name)
     raise AttributeError(f"module 'fuselora.marker' has no attribute {name!r}")
 
 
 if __name__ == "__main__":
-    sys.exit(import_module("fuselora.preflight").main())
+    sys.exit(import_module("fuselora.check.command").main())

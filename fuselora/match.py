@@ -1,6 +1,6 @@
 """Modules of a LoRA x tensors of a component -> hits: which delta goes onto which base tensor.
 
-Every LoRA tensor ends in a hit, a skip, or among the unmatched; ``checks`` decides what the rest mean.
+Every LoRA tensor ends in a hit, a skip, or among the unmatched; ``faults`` decides what the rest mean.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ PARTS: Mapping[Kind, tuple[Part, ...]] = {
     "diff_b": ("diff_b",),
     "diff_m": ("diff_m",),
 }
+# What fused.json and --json call the numbers of hits of each kind.
+COUNTED: Mapping[Kind, str] = {"pair": "pairs", "diff": "diff", "diff_b": "diff_b", "diff_m": "diff_m"}
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """One delta on one base tensor. ``alpha`` is set for pairs, by ``checks``."""
+    """One delta on one base tensor. ``alpha`` is set for pairs, by ``faults``."""
 
     base_key: str
     module: Module

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from fuselora.families import Family
     from fuselora.header import TensorInfo
 
-STEM = "diffusion_pytorch_model"
-DIFFUSERS_INDEX = f"{STEM}.safetensors.index.json"
+FILE_STEM = "diffusion_pytorch_model"
+DIFFUSERS_INDEX = f"{FILE_STEM}.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Naming:
 def as_base(component: Component) -> Naming:
     """Everything as it is; several shards without an index get one."""
     shards = tuple(component.weight_path(shard) for shard in component.shards)
-    stem = re.sub(r"-\d+-of-\d+", "", shards[0].name) if shards else STEM
+    stem = re.sub(r"-\d+-of-\d+", "", shards[0].name) if shards else FILE_STEM
     new = component.folder / f"{stem}.index.json" if len(shards) > 1 else None
     tensors = {name: name for name in component.tensors()}
     return Naming(component.folder, tensors, shards, component.index or new)
@@ -51,7 +51,7 @@ def as_diffusers(component: Component, family: Family) -> Naming:
     vLLM-Omni takes every weight file that it finds.
     """
     folder, n_shards = PurePosixPath(component.name), len(component.shards)
-    names = (f"{STEM}-{n:05d}-of-{n_shards:05d}.safetensors" for n in range(1, n_shards + 1))
+    names = (f"{FILE_STEM}-{n:05d}-of-{n_shards:05d}.safetensors" for n in range(1, n_shards + 1))
     start = len(component.prefix)
     tensors = {name: family.translate(name[start:], "diffusers") for name in component.tensors()}
     return Naming(folder, tensors, tuple(folder / name for name in names), folder / DIFFUSERS_INDEX)

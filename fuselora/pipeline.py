@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from fuselora.checkpoint import Checkpoint, open_checkpoint
-from fuselora.checks import check
 from fuselora.errors import Fault, Notice, Refused, UsageError
+from fuselora.faults import check
 from fuselora.lora.adapter import Adapter, open_adapter
 from fuselora.match import Matching, match
 from fuselora.output import staging
@@ -20,7 +20,8 @@ from fuselora.planning import FusePlan, build_plan
 from fuselora.progress import Progress, Silent
 from fuselora.resolve import resolve_base, resolve_lora, resolve_skeleton
 from fuselora.serving_notes import serving_notes
-from fuselora.skeleton import Skeleton, open_skeleton, skeleton_faults
+from fuselora.skeleton import Skeleton, open_skeleton
+from fuselora.skeleton_faults import skeleton_faults
 from fuselora.specs import (
     AlphaSpec,
     Assets,
@@ -36,6 +37,7 @@ from fuselora.targets import assign
 
 if TYPE_CHECKING:
     from fuselora.content import LoraContent
+    from fuselora.estimate import Estimate
     from fuselora.marker import Marker
 
 __all__ = ["FusePlan", "FuseReport", "merge", "merge_request", "plan", "plan_request", "request"]
@@ -117,6 +119,17 @@ def plan_request(asked: Request, progress: Progress) -> FusePlan:
     matched = _matched(asked, headers_only=not asked.content)
     contents = _contents(matched, asked, progress) if asked.content else None
     return _planned(matched, contents, asked)
+
+
+def estimate_plan(planned: FusePlan) -> Estimate:
+    """How long the merge will take; probes disk and kernels for a few seconds. Raises ``FuseloraError``."""
+    from fuselora.engine.means import choose_means
+    from fuselora.engine.settings import exact_settings
+    from fuselora.estimate import estimate
+
+    means = choose_means(planned.request, planned.fused_steps)
+    with exact_settings():
+        return estimate(planned, means, planned.request.out or _default_out(planned.checkpoint))
 
 
 def merge_request(asked: Request, progress: Progress) -> FuseReport:

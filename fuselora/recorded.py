@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from fuselora.fields import Fields
 from fuselora.lora.adapter import open_adapter
 from fuselora.marker import FILE_NAME, LoraRecord
-from fuselora.match import Matching, match, plain_name
+from fuselora.match import COUNTED, Matching, match, plain_name
 from fuselora.resolve import LoraLocation
 from fuselora.specs import LoraSpec
 from fuselora.targets import Assignment
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 # sources of alpha that may divide by sqrt(rank) instead of rank, as rank-stabilised LoRA does
 CONFIGURED = ("adapter_config", "metadata")
-COUNTED = {"pair": "pairs", "diff": "diff", "diff_b": "diff_b", "diff_m": "diff_m"}
 
 
 @dataclass(frozen=True, slots=True)

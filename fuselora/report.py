@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,11 +23,13 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from fuselora.check.layout import layout_note
 from fuselora.description import SOURCES
 from fuselora.errors import FuseloraError, Notice
+from fuselora.escape import one_line, shown
+from fuselora.header import dtype_name
 from fuselora.memory import peak_memory
-from fuselora.record import dtype_name
-from fuselora.serving_notes import sentence
+from fuselora.serving_notes import sentence, vllm_omni
 from fuselora.summary import (
     base_dtype,
     lora_document,
@@ -42,18 +43,18 @@ from fuselora.summary import (
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from fuselora.check.report import CheckReport
     from fuselora.demo import Demo
     from fuselora.describe import Description
-    from fuselora.marker import CheckReport
+    from fuselora.estimate import Estimate
     from fuselora.match import Matching
     from fuselora.pipeline import FuseReport
     from fuselora.planning import FusePlan
-    from fuselora.verify import VerifyReport
+    from fuselora.verify_report import VerifyReport
 
-# Control characters, and those that turn the direction of the text around them.
-CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 SHOWN_ROWS = 12
 PLAIN_LINE_SECONDS = 10.0
+LOG_WIDTH = 10_000
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -89,9 +90,10 @@ class Reporter:
 
     # results
 
-    def plan(self, plan: FusePlan) -> None:
+    def plan(self, plan: FusePlan, estimate: Estimate | None = None) -> None:
         if self._json:
-            return self._document(plan_document(plan))
+            timed = estimate.document() if estimate else None
+            return self._document({**plan_document(plan), "estimate": timed})
         self._notices(plan.notices)
         self._plan_tables(plan, places=True)
         self._serving(plan)
@@ -100,6 +102,8 @@ class Reporter:
             self._line(
                 "Pending without --content: non-finite and all-zero tensors, repeated LoRAs, fingerprint."
             )
+        if estimate:
+            self._line(_estimated(estimate))
         return None
 
     def merged(self, report: FuseReport) -> None:
@@ -114,7 +118,10 @@ class Reporter:
             f"Wrote {report.out}: {amount(report.plan.bytes_out)} of weights in {report.seconds:.1f} s "
             f"({amount(rate)}/s), fused.json beside them."
         )
+        if note := layout_note(report.out, report.marker):
+            self._line(note[0].upper() + note[1:] + ".")
         self._serving(report.plan)
+        self._vllm_omni(report)
         self._float32_hint(report.plan)
         return None
 
@@ -195,7 +202,7 @@ class Reporter:
                 amount(component.bytes_in),
                 amount(component.bytes_out),
             )
-        self._out.print(table)
+        self._draw(table)
         self._line(f"Peak memory about {amount(peak_memory(plan))}, whatever the model's size.")
 
     def _lora(self, matching: Matching) -> None:
@@ -223,6 +230,16 @@ class Reporter:
         for reason in plan.serving.reasons():
             self._line(f"  {reason}")
 
+    def _vllm_omni(self, report: FuseReport) -> None:
+        """What the engine is to be told, of a folder that it loads."""
+        plan = report.plan
+        is_pipeline = plan.skeleton is not None or plan.checkpoint.container == "pipeline"
+        if is_pipeline and plan.request.assets != "skip":
+            for number, line in enumerate(vllm_omni(plan.serving.document(), str(report.out))):
+                if number == 0:
+                    self._line("vLLM-Omni takes none of this from the folder:")
+                self._line(f"  {line}")
+
     def _rows(self, rows: Iterable[str]) -> None:
         """As many lines as a screen bears, all of them with ``--verbose``."""
         lines = list(rows)
@@ -239,7 +256,17 @@ class Reporter:
         table.add_column(overflow="fold")
         for name, value in rows:
             table.add_row(Text(f"  {one_line(name)}"), Text(one_line(value)))
-        self._out.print(table)
+        self._draw(table)
+
+    def _draw(self, table: Table) -> None:
+        """A table; in a pipe or file without the blanks that fill its last column."""
+        if self._out.is_terminal:
+            return self._out.print(table)
+        with self._out.capture() as drawn:
+            self._out.print(table)
+        for line in drawn.get().splitlines():
+            self._line(line.rstrip())
+        return None
 
     def _notices(self, notices: Sequence[Notice]) -> None:
         if not self._quiet:
@@ -294,23 +321,27 @@ def amount(n_bytes: float) -> str:
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
 
 
-def shown(text: object) -> str:
-    """Text from files as it may be printed: control characters and lone surrogates become escapes."""
-    plain = CONTROL.sub(lambda found: ascii(found[0])[1:-1], str(text))
-    return plain.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def one_line(text: str) -> str:
-    """``shown``, with the line ends of names as escapes too."""
-    return shown(text).replace("\n", "\\n")
+def _estimated(estimate: Estimate) -> str:
+    verb = "are" if estimate.limit == "cores" else "is"
+    read, write = amount(estimate.rates.read), amount(estimate.rates.write)
+    return (
+        f"About {estimate.seconds:.0f} s: the {estimate.limit} {verb} the limit "
+        f"(disk {estimate.disk:.0f} s at {read}/s in and {write}/s out, "
+        f"cores {estimate.cores:.0f} s, digest {estimate.digest:.0f} s)."
+    )
 
 
 def _console(stream: TextIO) -> Console:
-    """Plain text where NO_COLOR is set; characters that the stream cannot spell become escapes."""
+    """Plain text where NO_COLOR is set; characters that the stream cannot spell become escapes.
+
+    What is no terminal, such as a log, has no width unless COLUMNS says so.
+    """
     if isinstance(stream, TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")
     colors: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
-    return Console(file=stream, highlight=False, soft_wrap=not stream.isatty(), color_system=colors)
+    is_log = not stream.isatty()
+    width = LOG_WIDTH if is_log and "COLUMNS" not in os.environ else None
+    return Console(file=stream, highlight=False, soft_wrap=is_log, color_system=colors, width=width)
 
 
 def _grid(*columns: str) -> Table:

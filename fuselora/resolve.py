@@ -103,20 +103,18 @@ def resolve_skeleton(skeleton: str, *, headers_only: bool = False) -> BaseLocati
     return BaseLocation(path, address.source, commit)
 
 
-def resolve_lora(spec: LoraSpec, *, revision: str | None = None) -> LoraLocation:
+def resolve_lora(spec: LoraSpec) -> LoraLocation:
     """The safetensors file of ``spec``: a local file or adapter folder, or ``hf://owner/name[/path][@rev]``.
 
-    ``revision`` is for an ``hf://`` source that names none. A local file is only located: one that is
-    not safetensors is refused where its header is read. Raises ``InputError`` if it does not exist,
-    ``FormatError`` for an adapter folder with pickled weights only, and ``HubError``.
+    A local file is only located: one that is not safetensors is refused where its header is read.
+    Raises ``InputError`` if it does not exist, ``FormatError`` for an adapter folder with pickled
+    weights only, and ``HubError``.
     """
     local = _local(spec.source)
     if local is not None:
         path, config = _local_lora(local)
     elif spec.source.startswith(HUB):
-        address = parse_hub(spec.source)
-        address = replace(address, revision=address.revision or revision)
-        path, config = fetch_lora(address, asked=spec.source)
+        path, config = fetch_lora(parse_hub(spec.source), asked=spec.source)
     else:
         raise _missing(spec.source, _lora_hints(spec))
     return LoraLocation(spec, path, _utf8_name(path), config)

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from fuselora.errors import FormatError, InputError
-from fuselora.specs import ALL, COMPONENTS
+from fuselora.specs import PIPELINE_COMPONENTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 ADAPTER_CONFIG = "adapter_config.json"
 PICKLES = (".bin", ".pt", ".ckpt")
-MODELS = frozenset(COMPONENTS.values()) - {ALL}
 OTHER_RUNTIMES = (".msgpack", ".onnx", ".onnx_data", ".h5", ".gguf", ".tflite")
 CONVERT = (
     "Convert it to safetensors, for example by loading it with PEFT and save_pretrained(); "
@@ -54,7 +53,11 @@ def model_files(names: Iterable[str]) -> tuple[str, ...]:
 def skeleton_files(names: Iterable[str]) -> tuple[str, ...]:
     """The needed files of a pipeline less its transformers' weights and indexes, sorted."""
     needed = needed_files(names, None)
-    return tuple(n for n in needed if n.partition("/")[0] not in MODELS or n.endswith("/config.json"))
+    return tuple(
+        name
+        for name in needed
+        if name.partition("/")[0] not in PIPELINE_COMPONENTS or name.endswith("/config.json")
+    )
 
 
 def variants(names: Iterable[str]) -> tuple[str, ...]:

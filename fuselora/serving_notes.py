@@ -1,11 +1,14 @@
 """How the result is meant to be sampled: weights alone do not make a few-step server.
 
 What the fused LoRAs say (``lora.sampling``), where they agree, completed by what the base's own files
-and its family say. Nothing is guessed: what is not stated is left out. Standard library only.
+and its family say. Nothing is guessed: what is not stated is left out. A base's own flow shift is that
+of many steps and no advice for a few. Standard library only.
 """
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeGuard
@@ -38,8 +41,21 @@ WORDS: Mapping[Setting, str] = {
     "boundary_ratio": "boundary ratio {}",
     "solver": "{} solver",
 }
+# What a few-step LoRA changes, and what it is called where nobody says it.
+WANTED: Mapping[Setting, str] = {
+    "num_inference_steps": "steps",
+    "guidance_scale": "guidance",
+    "guidance_scale_2": "guidance on transformer_2",
+    "flow_shift": "flow shift",
+    "solver": "solver",
+}
+# vLLM-Omni 0.30: options of ``vllm serve`` (entrypoints/cli/serve.py), fields of a request
+# (entrypoints/openai/protocol/videos.py), and WAN_SAMPLE_SOLVER_CHOICES of its Wan pipelines.
+SERVER_OPTIONS: Mapping[Setting, str] = {"boundary_ratio": "--boundary-ratio", "flow_shift": "--flow-shift"}
+REQUEST_FIELDS: tuple[Setting, ...] = ("num_inference_steps", "guidance_scale", "guidance_scale_2")
+SOLVERS = frozenset(("euler", "unipc"))
 TWO_EXPERTS: frozenset[Setting] = frozenset(("guidance_scale_2", "boundary_ratio"))
-# Two experts share one schedule: these hold if they are stated for both.
+# Two experts share one schedule: these hold if they are stated for both, by LoRAs or by the base.
 SHARED: frozenset[Setting] = frozenset(("num_inference_steps", "flow_shift", "solver"))
 
 
@@ -48,12 +64,13 @@ class ServingNotes:
     """What is known of how to sample.
 
     ``guidance_scale_2`` is the second expert's. ``remarks`` say what no setting can; ``notices`` say
-    what was stated and is left out.
+    what was stated and is left out; ``unknown`` names what to ask for elsewhere.
     """
 
     settings: Mapping[Setting, Stated] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     notices: tuple[Notice, ...] = ()
+    unknown: tuple[str, ...] = ()
 
     def document(self) -> dict[str, object]:
         """``serving`` of the marker and of ``--json``; empty if nothing is known."""
@@ -64,12 +81,12 @@ class ServingNotes:
         return document
 
     def reasons(self) -> tuple[str, ...]:
-        """Which settings are from where, one text for each origin, and the remarks."""
+        """Which settings are from where, one text for each origin, the remarks, and what is not known."""
         origins: dict[str, dict[Setting, Value]] = {}
         for name, stated in self.settings.items():
             origins.setdefault(stated.origin, {})[name] = stated.value
         said = (f"{sentence(values)}: {origin}" for origin, values in origins.items())
-        return (*said, *self.remarks)
+        return (*said, *self.remarks, *_not_known(self.unknown))
 
 
 NOTHING = ServingNotes()
@@ -81,17 +98,20 @@ def serving_notes(
     """What is known of serving ``checkpoint`` once these LoRAs are fused into it.
 
     A LoRA that says nothing does not matter, nor one that adds nothing. If none says anything, there is
-    nothing to note: the base is sampled as before. ``pipeline`` is the diffusers pipeline whose other
-    files go with the result, by default the base if it is one.
+    nothing to note: the base is sampled as before. What LoRAs contradict, each other or for one expert
+    alone the base, is noted neither way. ``pipeline`` is the diffusers pipeline whose other files go
+    with the result, by default the base if it is one.
     """
     said = [*_of_earlier(checkpoint), *_of_loras(checkpoint, matchings)]
     spoken = {name for one in said for name in one.settings}
     if not spoken:
         return NOTHING
-    agreed, notices = _agreed(said, [component.name for component in checkpoint.components])
-    base = {name: stated for name, stated in _of_base(checkpoint, pipeline).items() if name not in spoken}
+    base = _of_base(checkpoint, pipeline)
+    agreed, notices = _agreed(said, [component.name for component in checkpoint.components], base)
+    unspoken = {name: stated for name, stated in base.items() if name not in {*spoken, "flow_shift"}}
     remarks = dict.fromkeys(one.remark for one in said if one.remark)
-    return ServingNotes(_in_order({**base, **agreed}), tuple(remarks), notices)
+    unknown = _unknown(agreed, n_experts=len(checkpoint.components))
+    return ServingNotes(_in_order({**unspoken, **agreed}), tuple(remarks), notices, unknown)
 
 
 def notes_of(sampling: Sampling) -> ServingNotes:
@@ -114,12 +134,44 @@ def sentence(values: Mapping[Setting, object] | Mapping[str, object]) -> str:
     return ", ".join(said.values())
 
 
+def vllm_omni(values: Mapping[Setting, object] | Mapping[str, object], out: str) -> tuple[str, ...]:
+    """The command and the body of a request that give a ``serving`` document to vLLM-Omni.
+
+    It reads neither ``boundary_ratio`` nor ``flow_shift`` of a folder; what is absent here is its default.
+    Empty if the document says nothing.
+    """
+    known = {name: value for name, value in values.items() if name in WORDS and _is_value(value)}
+    if not known:
+        return ()
+    options = [f"{option} {known[name]}" for name, option in SERVER_OPTIONS.items() if name in known]
+    body: dict[str, object] = {name: known[name] for name in REQUEST_FIELDS if name in known}
+    if known.get("solver") in SOLVERS:
+        body["extra_params"] = {"sample_solver": known["solver"]}
+    command = " ".join(("vllm serve", shlex.quote(out), "--omni", *options))
+    return (command, f"each request: {json.dumps(body)}") if body else (command,)
+
+
 def _is_value(value: object) -> TypeGuard[Value]:
     return isinstance(value, (int, float, str)) and not isinstance(value, bool)
 
 
 def _in_order(settings: Mapping[Setting, Stated]) -> dict[Setting, Stated]:
     return {name: settings[name] for name in WORDS if name in settings}
+
+
+def _unknown(known: Mapping[Setting, Stated], *, n_experts: int) -> tuple[str, ...]:
+    """What a few-step LoRA changes and nobody says, in words."""
+    missing: dict[Setting, str] = {name: words for name, words in WANTED.items() if name not in known}
+    if n_experts == 1 or {"guidance_scale", "guidance_scale_2"} <= missing.keys():
+        missing.pop("guidance_scale_2", None)
+    elif "guidance_scale" in missing:
+        missing["guidance_scale"] += " on transformer"
+    return tuple(missing.values())
+
+
+def _not_known(unknown: Sequence[str]) -> Iterator[str]:
+    if unknown:
+        yield f"not known, see where the LoRA is from: {', '.join(unknown)}"
 
 
 # Who says what ---------------------------------------------------------------------------------------
@@ -198,24 +250,24 @@ def _of_file(pipeline: Path, file: str, name: Setting) -> Iterator[tuple[Setting
 
 
 def _agreed(
-    said: Sequence[_Said], components: Sequence[str]
+    said: Sequence[_Said], components: Sequence[str], base: Mapping[Setting, Stated]
 ) -> tuple[dict[Setting, Stated], tuple[Notice, ...]]:
     """What nobody contradicts and, if the experts share it, is said for both; notices about the rest."""
     agreed: dict[Setting, Stated] = {}
     notices: list[Notice] = []
-    one_sided: dict[Setting, Stated] = {}
+    one_sided: dict[tuple[str, ...], dict[Setting, Stated]] = {}
     for name in WORDS:
         speakers = [one for one in said if name in one.settings]
         values = {one.settings[name].value: one.settings[name] for one in reversed(speakers)}
         if len(values) > 1:
             notices.append(_disagreement(name, list(values.values())[::-1]))
         elif speakers:
+            stated = speakers[0].settings[name]
             lacking = _lacking(speakers, components) if name in SHARED else ()
-            (one_sided if lacking else agreed)[name] = speakers[0].settings[name]
-    if "num_inference_steps" in one_sided:
-        speakers = [one for one in said if "num_inference_steps" in one.settings]
-        notices.append(_one_sided(one_sided, _lacking(speakers, components)))
-    return agreed, tuple(notices)
+            as_base = name in base and base[name].value == stated.value
+            group = one_sided.setdefault(lacking, {}) if lacking and not as_base else agreed
+            group[name] = stated
+    return agreed, (*notices, *(_one_sided(group, lacking) for lacking, group in one_sided.items()))
 
 
 def _lacking(speakers: Sequence[_Said], components: Sequence[str]) -> tuple[str, ...]:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 ALL = "all"
+# The folders of a pipeline's own models, which LoRAs can be for.
+PIPELINE_COMPONENTS = ("transformer", "transformer_2", "unet")
 HUB = "hf://"
 COMPONENTS: Mapping[str, str] = {
     "transformer": "transformer", "high": "transformer", "high_noise": "transformer",
@@ -82,6 +84,7 @@ class Request:
     allow_unmatched: tuple[str, ...] = ()
     strict: bool = False
     stack: bool = False
+    device: str = "cpu"
     kernel: Kernel = "auto"
     jobs: int | None = None
     assets: Assets = "copy"
@@ -154,6 +157,18 @@ def parse_lora(text: str, *, exists: Callable[[str], bool] = local_exists) -> tu
         LoraSpec(item.source, item.strength, item.component, position, len(items))
         for position, item in enumerate(items)
     )
+
+
+def plain_loras(text: str, *, why: str) -> tuple[LoraSpec, ...]:
+    """The files of a ``--lora`` that are compared by content, on every component and at any strength.
+
+    Raises ``UsageError``, which says ``why``, for ``COMPONENT=`` or ``:STRENGTH``.
+    """
+    specs = parse_lora(text)
+    if any(spec.component is not None or spec.strength != 1.0 for spec in specs):
+        hint = "Give FILE alone, without COMPONENT= before it and :STRENGTH after it."
+        raise UsageError(f"--lora {text!r}: {why}", hint=hint)
+    return specs
 
 
 def parse_alpha(text: str) -> AlphaSpec:

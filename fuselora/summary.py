@@ -9,13 +9,13 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from fuselora.header import bytes_by_dtype, dtype_name
 from fuselora.match import Hit, Matching
 from fuselora.memory import peak_memory
-from fuselora.record import applied_counts, dtype_name, scale_groups
+from fuselora.record import applied_counts, scale_groups
 
 if TYPE_CHECKING:
     from fuselora.checkpoint import Component
-    from fuselora.errors import Notice
     from fuselora.pipeline import FuseReport
     from fuselora.planning import ComponentPlan, FusePlan
 
@@ -44,7 +44,7 @@ def plan_document(plan: FusePlan) -> dict[str, object]:
         "peak_memory_bytes": peak_memory(plan),
         "fingerprint": plan.fingerprint,
         "pending": list(PENDING) if plan.contents is None else [],
-        "warnings": notice_documents(plan.notices),
+        "warnings": [notice.document() for notice in plan.notices],
     }
 
 
@@ -62,7 +62,7 @@ def report_document(report: FuseReport) -> dict[str, object]:
         "artifact": report.marker.artifact,
         "kept": list(report.kept),
         "seconds": round(report.seconds, 3),
-        "warnings": notice_documents(report.notices),
+        "warnings": [notice.document() for notice in report.notices],
     }
 
 
@@ -99,11 +99,8 @@ def base_dtype(plan: FusePlan, component: ComponentPlan) -> str | None:
 
 def main_dtype(component: Component) -> str:
     """The dtype that holds most of a component's bytes, as torch calls it."""
-    totals: Counter[str] = Counter()
-    for tensor in component.tensors().values():
-        totals[tensor.dtype] += tensor.n_bytes
-    dtype = max(totals, key=lambda name: totals[name]) if totals else "none"
-    return dtype_name(dtype)
+    stored = bytes_by_dtype((tensor.dtype, tensor.n_bytes) for tensor in component.tensors().values())
+    return dtype_name(next(iter(stored), "none"))
 
 
 def lora_document(matching: Matching) -> dict[str, object]:
@@ -131,8 +128,3 @@ def lora_document(matching: Matching) -> dict[str, object]:
 def where(hits: tuple[Hit, ...]) -> dict[str, int]:
     """Base tensors with numbers of blocks starred -> how many were hit."""
     return dict(Counter(re.sub(r"\.\d+\.", ".*.", hit.base_key, count=1) for hit in hits))
-
-
-def notice_documents(notices: tuple[Notice, ...]) -> list[dict[str, object]]:
-    """Warnings as the marker holds them."""
-    return [{"code": n.code, "message": n.message, **n.facts} for n in notices]

@@ -106,7 +106,7 @@ def _components_for(adapter: Adapter, checkpoint: Checkpoint) -> tuple[Component
     return _by_keys(adapter, checkpoint) or _fault(
         adapter,
         "untargeted",
-        f"this base has two experts and {adapter.name} was given for none",
+        "was given for none of this base's two experts",
         THREE_SPELLINGS,
     )
 
@@ -167,11 +167,12 @@ def _contradictions(
     if expected is None or said == expected:
         return
     where = _where(components[0], checkpoint)
-    text = f"{adapter.name} is named for the {said}-noise expert, and {where} is the {expected}-noise one"
+    text = f"is named for the {said}-noise expert, and {where} is the {expected}-noise one"
     if spec.component is None:
-        hint = f"If this is meant, name the target: --lora {components[0].name}={spec.source}"
+        hint = "If this is meant, name the target of each file: --lora COMPONENT=FILE."
         yield _fault(adapter, "swapped", text, hint)
     else:
+        text = f"{adapter.name}: {text}"
         yield Notice("swapped_name", text, {"lora": adapter.name, "component": components[0].name})
 
 

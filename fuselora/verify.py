@@ -8,74 +8,27 @@ out from the LoRA files (``recorded``). Names are matched as a merge matches the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
 
+from fuselora.check.folder import check
+from fuselora.check.report import CheckReport
 from fuselora.checkpoint import Checkpoint, Component, open_checkpoint
 from fuselora.compare import ComponentReport, compare_component, same_bytes
 from fuselora.digest import content_sha256, read_range
-from fuselora.errors import FormatError, MarkerError, UsageError
-from fuselora.integrity import CheckReport, check
+from fuselora.errors import FormatError, FuseloraError, MarkerError, UsageError
 from fuselora.jsonfile import read_json
-from fuselora.marker import FILE_NAME, ComponentRecord, LoraRecord, Marker
+from fuselora.marker import FILE_NAME, ComponentRecord, LoraRecord, Marker, read_marker
 from fuselora.progress import Progress, Silent
 from fuselora.recorded import Delta, Finding, additions
 from fuselora.resolve import resolve_base, resolve_lora, resolve_skeleton
 from fuselora.selection import variants
-from fuselora.specs import LoraSpec
+from fuselora.specs import LoraSpec, plain_loras
+from fuselora.verify_report import VerifyReport
 
-__all__ = ["ComponentReport", "Finding", "VerifyReport", "verify"]
-
-SHOWN_FINDINGS = 20
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
-    """What ``verify`` found.
-
-    ``components`` is empty unless the folder was recomputed; ``digests_checked`` counts the files whose
-    sha256 was taken and compared.
-    """
-
-    findings: tuple[Finding, ...]
-    components: tuple[ComponentReport, ...]
-    digests_checked: int
-
-    @property
-    def ok(self) -> bool:
-        return not self.findings
-
-    def document(self) -> dict[str, object]:
-        """The report as JSON data."""
-        return {
-            "ok": self.ok,
-            "digests_checked": self.digests_checked,
-            "components": [_component_document(part) for part in self.components],
-            "findings": [
-                {"code": f.code, "file": f.file, "tensor": f.tensor, "message": f.message}
-                for f in self.findings
-            ],
-        }
-
-    def lines(self) -> Iterator[str]:
-        """The report in words."""
-        yield f"digests of {self.digests_checked} files compared with {FILE_NAME}"
-        for part in self.components:
-            yield (
-                f"{part.name}: {part.compared} tensors compared, {part.identical} identical to the base, "
-                f"{part.cast} cast, {part.fused} fused within the bound"
-            )
-            if part.elements:
-                yield (
-                    f"  {100 * part.share:.4f} % of fused elements equal the float64 sum rounded once; "
-                    f"largest error {part.max_ulps:.3g} units in the last place"
-                )
-        for finding in self.findings[:SHOWN_FINDINGS]:
-            where = f"{finding.file}: {finding.tensor}" if finding.tensor else finding.file
-            yield f"  {where}: {finding.message}"
-        if len(self.findings) > SHOWN_FINDINGS:
-            yield f"  ... and {len(self.findings) - SHOWN_FINDINGS} more"
+NO_SKELETON = "side files not compared: no --skeleton"
+PLAIN = "verify takes components and strengths from fused.json"
 
 
 def verify(
@@ -92,13 +45,17 @@ def verify(
 
     LoRA files are recognised by content, in any order and by any name. A converted folder's side files
     are compared with ``skeleton`` if that is given. What does not hold is a finding; ``InputError`` is
-    raised for an input that cannot be read, ``UsageError`` for LoRAs or a skeleton without a base.
-    ``load`` has diffusers load every component as well.
+    raised for an input that cannot be read, ``UsageError`` for LoRAs or a skeleton without a base, a
+    LoRA with a component or strength, and a skeleton for a folder that was not converted. ``load`` has
+    diffusers load every component as well.
     """
+    out, progress = Path(out), progress or Silent()
     if base is None and (loras or skeleton is not None):
         what = "LoRA files were" if loras else "a skeleton was"
         raise UsageError(f"{what} given and no base", hint="Give the base too: --base BASE.")
-    out, progress = Path(out), progress or Silent()
+    if skeleton is not None:
+        _refuse_needless_skeleton(out)
+    specs = [spec for lora in loras for spec in plain_loras(str(lora), why=PLAIN)]
     checked = _checked(out, progress)
     findings = [
         Finding(f.code, f.path, None, f.message)
@@ -106,31 +63,30 @@ def verify(
         if base is None or f.code != "no-digests"
     ]
     components: list[ComponentReport] = []
+    not_compared: tuple[str, ...] = ()
     if checked.marker is not None and base is not None:
         variant = next(iter(variants(file.path for file in checked.marker.weight_files)), None)
         converted = checked.marker.layout is not None
         at = resolve_base(str(base), revision=revision, variant=variant, model_only=converted)
         checkpoint = open_checkpoint(at.path, source=at.source, revision=at.revision, variant=variant)
         rest = _rest(checked.marker, checkpoint, skeleton)
-        components, found = _recomputed(out, checked.marker, checkpoint, loras, rest, progress)
+        components, found = _recomputed(out, checked.marker, checkpoint, specs, rest, progress)
         findings += found
+        not_compared = _not_compared(checked.marker, rest)
     if checked.marker is not None and load:
         from fuselora.loading import load_findings
 
         findings += load_findings(out, checked.marker)
-    return VerifyReport(tuple(findings), tuple(components), _n_digests(checked))
+    return VerifyReport(tuple(findings), tuple(components), _n_digests(checked), not_compared)
 
 
-def _component_document(part: ComponentReport) -> dict[str, object]:
-    return {
-        "name": part.name,
-        "compared": part.compared,
-        "identical": part.identical,
-        "cast": part.cast,
-        "fused": part.fused,
-        "share_equal": part.share,
-        "max_ulps": part.max_ulps if part.max_ulps < float("inf") else None,
-    }
+def _refuse_needless_skeleton(out: Path) -> None:
+    marker = None
+    with suppress(FuseloraError):  # a finding of its own
+        marker = read_marker(out)
+    if marker is not None and marker.layout is None:
+        hint = "Leave --skeleton out."
+        raise UsageError(f"a skeleton was given, and {FILE_NAME} speaks of none", hint=hint)
 
 
 def _checked(out: Path, progress: Progress) -> CheckReport:
@@ -152,14 +108,14 @@ def _recomputed(
     out: Path,
     marker: Marker,
     base: Checkpoint,
-    loras: Sequence[str | Path],
+    loras: Sequence[LoraSpec],
     rest: Path | None,
     progress: Progress,
 ) -> tuple[list[ComponentReport], list[Finding]]:
     if other := [*_stack_findings(marker, base), *_layout_findings(marker, base)]:
         return [], other
     entries = marker.loras[len(base.marker.loras) if base.marker else 0 :]
-    files = {content_sha256(path): path for path in map(_lora_path, loras)}
+    files = {content_sha256(path): path for path in (resolve_lora(spec).path for spec in loras)}
     findings = [*_lora_findings(marker, entries, files), *_component_findings(marker, base)]
     findings += _side_file_findings(out, marker, rest) if rest else ()
     reports = []
@@ -201,16 +157,9 @@ def _base_key(marker: Marker, base: Checkpoint, component: Component) -> Callabl
 
 def _rest(marker: Marker, base: Checkpoint, skeleton: str | Path | None) -> Path | None:
     """The folder that side files were taken from; None if they were not the base's and it was not given."""
-    if marker.layout is None and skeleton is not None:
-        hint = "Leave --skeleton out."
-        raise UsageError(f"a skeleton was given, and {FILE_NAME} speaks of none", hint=hint)
     if skeleton is not None:
         return resolve_skeleton(str(skeleton)).path
     return base.root if marker.layout is None else None
-
-
-def _lora_path(lora: str | Path) -> Path:
-    return resolve_lora(LoraSpec(str(lora))).path
 
 
 def _stack_findings(marker: Marker, base: Checkpoint) -> Iterator[Finding]:
@@ -229,6 +178,12 @@ def _layout_findings(marker: Marker, base: Checkpoint) -> Iterator[Finding]:
     if marker.layout is not None and base.layout != "native":
         text = f"has no native names, and {FILE_NAME} says that such were converted to {marker.layout} ones"
         yield Finding("another-base", base.source, None, text)
+
+
+def _not_compared(marker: Marker, rest: Path | None) -> tuple[str, ...]:
+    indexes = {record.index for record in marker.components.values()}
+    others = [record for record in marker.side_files if record.path not in indexes]
+    return (NO_SKELETON,) if others and rest is None else ()
 
 
 def _lora_findings(

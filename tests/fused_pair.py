@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from fuselora import synth
 from fuselora.header import read_header
 from fuselora.marker import FILE_NAME, encode
 from fuselora.pipeline import merge
-from fuselora.verify import VerifyReport, verify
+from fuselora.verify import verify
+from fuselora.verify_report import VerifyReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 SIZE = synth.tiny("wan2.2-t2v-a14b")
 SHARD_BYTES = 60_000
@@ -121,3 +124,12 @@ def found(report: VerifyReport) -> set[tuple[str, str | None]]:
 
 def codes(report: VerifyReport) -> set[str]:
     return {finding.code for finding in report.findings}
+
+
+def rewritten(path: Path, to: Path, metadata: Mapping[str, str]) -> Path:
+    """The same tensors in another order, with other metadata."""
+    with safe_open(path, framework="pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in reversed(list(opened.keys()))}
+    save_file(tensors, to, dict(metadata))
+    assert to.read_bytes() != path.read_bytes()
+    return to

@@ -33,7 +33,8 @@ class Repo:
 
     @property
     def commit(self) -> str:
-        return hashlib.sha1(self.repo_id.encode()).hexdigest()
+        branch = "" if "main" in self.revisions else self.revisions[0]
+        return hashlib.sha1(f"{self.repo_id}{branch}".encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class HubServer:
     """Use as a context manager; ``url`` is what ``HF_ENDPOINT`` has to be."""
 
     repos: dict[str, Repo] = field(default_factory=dict)
+    branches: list[Repo] = field(default_factory=list)
     seen: list[Seen] = field(default_factory=list)
     ignore_ranges: bool = False
     status: int = 200  # anything else is the answer to every request
@@ -84,11 +86,12 @@ class HubServer:
 
     def add(self, repo_id: str, folder: Path, *, gated: bool = False, tags: tuple[str, ...] = ()) -> Repo:
         """Serve the files under ``folder`` as ``repo_id``, under "main", its commit and ``tags``."""
-        files = {
-            path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()
-        }
-        self.repos[repo_id] = Repo(repo_id, files, gated, ("main", *tags))
+        self.repos[repo_id] = Repo(repo_id, _files(folder), gated, ("main", *tags))
         return self.repos[repo_id]
+
+    def add_branch(self, repo_id: str, name: str, folder: Path) -> None:
+        """Serve other files as the branch ``name`` of a repository."""
+        self.branches.append(Repo(repo_id, _files(folder), revisions=(name,)))
 
     def fetched(self, repo_id: str) -> dict[str, int]:
         """The files of a repository of which bytes were sent, and how many."""
@@ -97,6 +100,11 @@ class HubServer:
             if request.repo_id == repo_id and request.path and request.method == "GET" and request.n_bytes:
                 sent[request.path] = sent.get(request.path, 0) + request.n_bytes
         return sent
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    found = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path for path in found}
 
 
 class RefusalError(Exception):
@@ -141,12 +149,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _repo(self, parts: list[str], revision: str | None) -> Repo:
         repo_id = "/".join(parts[:2])
-        repo = self.hub.repos.get(repo_id)
-        if repo is None:
+        main = self.hub.repos.get(repo_id)
+        if main is None:
             raise RefusalError(404, "RepoNotFound", repo_id)
-        if revision is not None and revision not in (*repo.revisions, repo.commit):
-            raise RefusalError(404, "RevisionNotFound", repo_id)
-        return repo
+        branches = (branch for branch in self.hub.branches if branch.repo_id == repo_id)
+        for repo in (main, *branches):
+            if revision is None or revision in (*repo.revisions, repo.commit):
+                return repo
+        raise RefusalError(404, "RevisionNotFound", repo_id)
 
     def _api(self, parts: list[str]) -> None:
         what, revision = (parts[2], parts[3]) if len(parts) > 3 else ("revision", None)
@@ -178,7 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
             start, end = int(first), min(size, int(last) + 1) if last else size
         headers = {
             "X-Repo-Commit": repo.commit,
-            "ETag": f'"{hashlib.sha1(f"{repo.repo_id}/{name}".encode()).hexdigest()}"',
+            "ETag": f'"{hashlib.sha1(f"{repo.commit}/{name}".encode()).hexdigest()}"',
             "Accept-Ranges": "bytes",
         }
         if (start, end) != (0, size):

@@ -11,7 +11,7 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-from fuselora.check_report import CheckReport
+from fuselora.check.report import CheckReport
 from fuselora.digest import artifact_digest, content_sha256, sha256_file, tagged
 from fuselora.header import TensorInfo, encode_header, read_header
 from fuselora.marker import COMPONENT_KEY, FILE_NAME, FINGERPRINT_KEY, SCHEMA, encode, seal_of

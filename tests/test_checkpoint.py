@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from fuselora.checkpoint import Checkpoint, open_checkpoint, shards_of
+from fuselora.checkpoint import Checkpoint, open_checkpoint
 from fuselora.errors import CheckpointError, FormatError, FuseloraError, InputError, ReadError
 from fuselora.families import Layout
 from fuselora.header import read_header
@@ -150,7 +150,7 @@ def test_source_and_revision_are_kept(tmp_path: Path) -> None:
 
 def test_shards_come_in_the_order_they_are_written(tmp_path: Path) -> None:
     found = open_base(write_pipeline(tmp_path / "base", SIZE, experts=True, shard_bytes=SHARD_BYTES))
-    rows = [(component.name, shard.path.name) for component, shard in shards_of(found)]
+    rows = [(component.name, shard.path.name) for component in found.components for shard in component.shards]
     assert rows == sorted(rows)
     assert {name for name, _ in rows} == {"transformer", "transformer_2"}
 

@@ -82,13 +82,14 @@ def process(*arguments: object, **environment: str) -> subprocess.CompletedProce
 
 OF_MERGE = [
     "--base", "--lora", "--high", "--low", "--out", "--dtype", "--uniform", "--variant", "--layout",
-    "--skeleton", "--alpha", "--allow-unmatched", "--strict", "--stack", "--kernel", "--jobs", "--assets",
-    "--overwrite", "--restart", "--digest", "--no-digest", "--revision", "--json", "--quiet", "--verbose",
+    "--skeleton", "--alpha", "--allow-unmatched", "--strict", "--stack", "--device", "--kernel", "--jobs",
+    "--assets", "--overwrite", "--restart", "--digest", "--no-digest", "--revision", "--json", "--quiet",
+    "--verbose",
 ]  # fmt: skip
-NOT_OF_PLAN = {"--out", "--jobs", "--assets", "--overwrite", "--restart", "--digest", "--no-digest"}
+NOT_OF_PLAN = {"--assets", "--overwrite", "--restart", "--digest", "--no-digest"}
 OPTIONS = {
     "merge": OF_MERGE,
-    "plan": [*(o for o in OF_MERGE if o not in NOT_OF_PLAN), "--content"],
+    "plan": [*(o for o in OF_MERGE if o not in NOT_OF_PLAN), "--content", "--estimate"],
     "inspect": ["--json"],
     "verify": ["--base", "--lora", "--skeleton", "--load", "--revision", "--json", "--quiet"],
     "check": ["--lora", "--digest", "--json"],
@@ -294,7 +295,7 @@ def test_options_that_make_no_sense(arguments: tuple[str, ...]) -> None:
         ("merge", "--base", "x", "--lora", "y", "--dtype", "int8"),
         ("merge", "--base", "x", "--lora", "y", "--jobs", "0"),
         ("merge", "--base", "x", "--lora", "y", "--unheard-of"),
-        ("plan", "--base", "x", "--lora", "y", "--out", "z"),
+        ("plan", "--base", "x", "--lora", "y", "--overwrite"),
         ("unmerge",),
         ("inspect",),
         ("check",),
@@ -407,7 +408,7 @@ def test_verify(files: Files) -> None:
     assert done.stderr.splitlines()[0].startswith("check digests:")
     assert run("verify", files.out, *inputs, "--quiet").stderr == ""
     found = document(run("verify", files.out, *inputs, "--json"))
-    assert set(found) == {"ok", "digests_checked", "components", "findings"}
+    assert set(found) == {"ok", "digests_checked", "components", "findings", "not_compared"}
     assert (found["ok"], found["findings"]) == (True, [])
     assert [part["fused"] for part in found["components"]] == [10, 10]
 
@@ -457,8 +458,9 @@ def test_the_demo_in_a_new_folder_and_again(tmp_path: Path) -> None:
 def test_the_demo_s_own_commands_run(tmp_path: Path) -> None:
     done = run("demo", tmp_path / "demo")
     merge, verify = re.findall(r"^  fuselora (.+)$", done.stdout, re.MULTILINE)
-    assert run(*merge.split(), "--overwrite").exit_code == 0
+    assert run(*merge.split()).exit_code == 0
     assert run(*verify.split()).exit_code == 0
+    assert run("demo", tmp_path / "demo").exit_code == 0
 
 
 def test_the_demo_as_json_in_an_empty_folder(tmp_path: Path) -> None:
@@ -558,15 +560,15 @@ def test_no_color_on_a_terminal(files: Files) -> None:
 
 SLOW = """
 import time
-from fuselora.engine import stream
+from fuselora.engine.sink import Sink
 
-write_all = stream._write_all
+write = Sink.write
 
-def slowly(out, content, offset):
+def slowly(sink, segment):
     time.sleep(0.2)
-    write_all(out, content, offset)
+    write(sink, segment)
 
-stream._write_all = slowly
+Sink.write = slowly
 from fuselora.cli import main
 main()
 """

@@ -13,7 +13,8 @@ from fuselora import synth
 from fuselora.compare import same_bytes
 from fuselora.header import read_header
 from fuselora.pipeline import merge
-from fuselora.verify import VerifyReport, verify
+from fuselora.verify import verify
+from fuselora.verify_report import VerifyReport
 from tests.fused_pair import (
     COPIED,
     FUSED,

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -45,6 +44,7 @@ from fuselora.verify import verify
 from tests import listings
 from tests.fused_pair import edit_json, edit_marker, flip_bit, found
 from tests.small import tree
+from tests.validated import assert_valid
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARD_BYTES = 60_000
@@ -349,10 +349,8 @@ def test_what_the_marker_says(pair: Inputs, out: Path) -> None:
         ("transformer", "high_noise"),
         ("transformer_2", "low_noise"),
     ]
-    schema = json.loads((ROOT / "fuselora" / "schema" / "fused-1.0.schema.json").read_text())
-    jsonschema.validate(raw, schema)
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({**raw, "skeleton": {}}, schema)
+    with pytest.raises(AssertionError, match="skeleton"):
+        assert_valid({**raw, "skeleton": {}})
 
 
 def test_an_output_that_is_not_converted_says_nothing_of_it(pair: Inputs, tmp_path: Path) -> None:
@@ -596,10 +594,29 @@ def test_verify_compares_the_rest_with_the_skeleton(pair: Inputs, out: Path, tmp
     }
 
 
-def test_verify_refuses_a_skeleton_that_means_nothing(pair: Inputs, out: Path, tmp_path: Path) -> None:
+def test_verify_says_that_side_files_are_not_compared(pair: Inputs, out: Path, tmp_path: Path) -> None:
+    line = "side files not compared: no --skeleton"
+    report = verify(out, base=pair.native, loras=pair.loras)
+    assert report.ok
+    assert line in report.lines()
+    assert report.document()["not_compared"] == [line]
+    bare = pair.merge(tmp_path / "bare", assets="skip").out
+    for told in (
+        verify(out, base=pair.native, loras=pair.loras, skeleton=pair.skeleton),
+        verify(bare, base=pair.native, loras=pair.loras),
+        verify(out),
+    ):
+        assert line not in told.lines()
+        assert told.document()["not_compared"] == []
+
+
+def test_verify_refuses_a_skeleton_that_means_nothing(
+    pair: Inputs, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UsageError, match="a skeleton was given and no base"):
         verify(out, skeleton=pair.skeleton)
     plain = merge(pair.native, [pair.spec], tmp_path / "plain").out
+    monkeypatch.setattr("fuselora.verify.check", None)  # before any byte is digested
     with pytest.raises(UsageError, match="speaks of none"):
         verify(plain, base=pair.native, loras=pair.loras, skeleton=pair.skeleton)
 

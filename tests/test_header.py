@@ -22,6 +22,8 @@ from fuselora.header import (
     PAGE,
     Header,
     TensorInfo,
+    bytes_by_dtype,
+    dtype_name,
     encode_header,
     read_header,
 )
@@ -509,3 +511,17 @@ def test_a_hundred_thousand_tensors(path: Path) -> None:
     header = read_header(path)
     assert header.tensors == tensors
     assert len(header.by_name()) == 100_000
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [("BF16", "bfloat16"), ("F16", "float16"), ("F32", "float32"), ("F8_E4M3", "F8_E4M3"), ("none", "none")],
+)
+def test_dtypes_as_torch_calls_them(code: str, name: str) -> None:
+    assert dtype_name(code) == name
+
+
+def test_bytes_by_dtype_the_most_first() -> None:
+    sizes = [("F32", 3), ("BF16", 4), ("F16", 6), ("F32", 3)]
+    assert list(bytes_by_dtype(sizes).items()) == [("F32", 6), ("F16", 6), ("BF16", 4)]
+    assert bytes_by_dtype([]) == {}

@@ -89,10 +89,11 @@ def test_importing_the_package_loads_the_standard_library_alone() -> None:
         "lora.sampling",
         "serving_notes",
         "filenames",
-        "integrity",
-        "strays",
-        "check_report",
-        "preflight",
+        "escape",
+        "check.folder",
+        "check.strays",
+        "check.report",
+        "check.command",
     ],
 )
 def test_modules_of_the_standard_library_alone(module: str) -> None:

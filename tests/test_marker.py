@@ -401,6 +401,19 @@ def test_a_marker_written_anew_by_another_tool_holds(out: Path) -> None:
     assert decode(text.replace("\n", "\r\n").encode()).fingerprint == FINGERPRINT
 
 
+@pytest.mark.parametrize(("found", "written"), [("1.0", "1"), ("8.0", "8"), ("0.125", "1.25e-1")])
+def test_a_number_may_be_spelled_otherwise(out: Path, found: str, written: str) -> None:
+    """jq, node and perl write 1 for 1.0."""
+    text = (out / FILE_NAME).read_text(encoding="utf-8")
+    assert f" {found},\n" in text
+    assert decode(text.replace(f" {found},\n", f" {written},\n").encode()).loras[0].strength == 1.0
+
+
+def test_another_number_breaks_the_seal(out: Path) -> None:
+    with pytest.raises(MarkerError, match="was edited"):
+        decode((out / FILE_NAME).read_bytes().replace(b'"strength": 1.0', b'"strength": 1.5'))
+
+
 def test_what_cannot_be_sealed_is_refused(out: Path) -> None:
     nested = "[" * 900 + "]" * 900
     text = json.dumps(load(out)).replace('"warnings": []', f'"warnings": {nested}')

@@ -12,7 +12,7 @@ from typing import get_args
 
 import pytest
 
-from fuselora.check_report import Code
+from fuselora.check.report import Code
 from fuselora.marker import FILE_NAME
 from tests.fused_pair import Pair, write_high, write_pair
 from tests.marked import validator
@@ -71,7 +71,7 @@ def engine(folder: Path, out: Path, lora: Path) -> Path:
 
 def test_it_is_short_and_imports_the_standard_library_alone() -> None:
     lines = [line for line in example().splitlines() if line.strip()]
-    assert len(lines) <= 20
+    assert len(lines) <= 24
     assert [line for line in lines if "import" in line] == ["import hashlib, json, pathlib"]
 
 
@@ -84,6 +84,13 @@ def test_it_refuses_a_lora_that_is_in_the_weights(pair: Pair, tmp_path: Path) ->
             1,
             "this LoRA is in the weights already: serve without it\n",
         )
+
+
+def test_a_folder_that_is_not_fused_goes_on(pair: Pair, tmp_path: Path) -> None:
+    folder = engine(tmp_path, pair.out, pair.low)
+    (folder / "wan-fused" / FILE_NAME).unlink()
+    done = run(folder)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_it_lets_another_lora_pass(pair: Pair, tmp_path: Path) -> None:
@@ -109,4 +116,14 @@ def test_it_needs_no_marker_in_one_spelling(pair: Pair, tmp_path: Path) -> None:
     folder = engine(tmp_path, pair.out, pair.low)
     path = folder / "wan-fused" / FILE_NAME
     path.write_text(json.dumps(json.loads(path.read_bytes())))
+    assert "already" in run(folder).stderr
+
+
+def test_it_takes_numbers_as_other_tools_write_them(pair: Pair, tmp_path: Path) -> None:
+    folder = engine(tmp_path, pair.out, pair.low)
+    path = folder / "wan-fused" / FILE_NAME
+    text = path.read_text(encoding="utf-8")
+    assert '"strength": 1.0' in text
+    path.write_text(re.sub(r"(: |\s)(\d+)\.0\b", r"\1\2", text), encoding="utf-8")
+    assert '"strength": 1\n' in path.read_text(encoding="utf-8")
     assert "already" in run(folder).stderr

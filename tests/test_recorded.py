@@ -10,7 +10,8 @@ import pytest
 from fuselora import synth
 from fuselora.digest import content_sha256
 from fuselora.pipeline import merge
-from fuselora.verify import VerifyReport, verify
+from fuselora.verify import verify
+from fuselora.verify_report import VerifyReport
 from tests.fused_pair import HIGH, LOW, SIZE, Pair, codes, edit_json, edit_marker, found, write_pair
 
 MODULE = "blocks.0.self_attn.q"

@@ -22,9 +22,10 @@ from fuselora.errors import CheckpointError, Fault, FuseloraError, Notice, Refus
 from fuselora.marker import check
 from fuselora.pipeline import FuseReport, merge, plan
 from fuselora.planning import FusePlan
-from fuselora.report import PLAIN_LINE_SECONDS, SHOWN_ROWS, Reporter, amount, one_line, shown
+from fuselora.report import PLAIN_LINE_SECONDS, SHOWN_ROWS, Reporter, amount
 from fuselora.summary import where
-from fuselora.verify import VerifyReport, verify
+from fuselora.verify import verify
+from fuselora.verify_report import VerifyReport
 from tests.inputs import pair, tensor
 
 ESCAPE = "\x1b"
@@ -57,11 +58,14 @@ class Seen:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Seen]:
-    """Makes a reporter on a terminal of ``columns``, or on pipes."""
+    """Makes a reporter on a terminal of ``columns``, or on pipes; None leaves COLUMNS unset."""
 
-    def make(*, terminal: bool = False, columns: int = 80, **options: Any) -> Seen:
+    def make(*, terminal: bool = False, columns: int | None = 80, **options: Any) -> Seen:
         made = Seen(Terminal(), Terminal()) if terminal else Seen(io.StringIO(), io.StringIO())
-        monkeypatch.setenv("COLUMNS", str(columns))
+        if columns is None:
+            monkeypatch.delenv("COLUMNS", raising=False)
+        else:
+            monkeypatch.setenv("COLUMNS", str(columns))
         monkeypatch.setenv("TERM", "xterm-256color")
         for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
             monkeypatch.delenv(name, raising=False)
@@ -148,6 +152,33 @@ def test_a_pipe_gets_whole_lines_and_no_escapes(seen: Callable[..., Seen], run: 
     assert "…" not in piped.both
 
 
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_log_has_whole_rows_and_no_blanks_at_their_ends(
+    seen: Callable[..., Seen], run: Run, name: str
+) -> None:
+    log, wide = seen(columns=None), seen(columns=WIDE)
+    for made in (log, wide):
+        REPORTS[name](made.reporter, run)
+    lines = log.both.splitlines()
+    assert lines == wide.both.splitlines()
+    assert lines == [line.rstrip() for line in lines]
+
+
+def test_a_log_can_be_searched_for_what_a_table_shows(seen: Callable[..., Seen], run: Run) -> None:
+    log = seen(columns=None)
+    log.reporter.described([describe(run.merged.out)])
+    log.reporter.plan(run.planned)
+    lines = log.out.getvalue().splitlines()
+    assert f"  fingerprint  {run.merged.marker.fingerprint}" in lines
+    assert any(line.startswith("transformer_2 (low_noise)  float32 -> bfloat16") for line in lines)
+
+
+def test_columns_are_those_that_a_log_asks_for(seen: Callable[..., Seen], run: Run) -> None:
+    log = seen(columns=60)
+    log.reporter.described([describe(run.merged.out)])
+    assert run.merged.marker.fingerprint not in log.out.getvalue()
+
+
 @pytest.mark.parametrize("name", ["plan", "check", "inspect"])
 def test_no_color_is_plain_text_on_a_terminal_too(
     seen: Callable[..., Seen], run: Run, name: str, monkeypatch: pytest.MonkeyPatch
@@ -167,13 +198,6 @@ def test_no_color_is_plain_text_on_a_terminal_too(
 
 
 # Names from files
-
-
-def test_shown_and_one_line() -> None:
-    assert shown(NASTY) == "evil\\x1b[2J\\x07\\x00\\x9b31m\\u202egnp.\n\\terror: x"
-    assert one_line(NASTY) == "evil\\x1b[2J\\x07\\x00\\x9b31m\\u202egnp.\\n\\terror: x"
-    assert shown("ü 中 \udcff") == "ü 中 \\udcff"
-    assert shown(Path("a\x7fb")) == "a\\x7fb"
 
 
 def clean(text: str) -> bool:
@@ -390,9 +414,10 @@ def test_check_says_what_does_not_hold(seen: Callable[..., Seen], run: Run) -> N
 
 def test_the_demo_shows_how_it_is_done_by_hand(seen: Callable[..., Seen], run: Run) -> None:
     made = seen()
-    made.reporter.demo(Demo(Path("somewhere"), run.merged, run.verified))
-    assert "  fuselora merge --base somewhere/Wan2.2-tiny --lora " in made.out.getvalue()
-    assert "  fuselora verify somewhere/Wan2.2-tiny-fused --base " in made.out.getvalue()
+    made.reporter.demo(Demo(Path("some where"), run.merged, run.verified))
+    assert "  fuselora merge --base 'some where/Wan2.2-tiny' --lora " in made.out.getvalue()
+    assert " --out 'some where/Wan2.2-tiny-by-hand'\n" in made.out.getvalue()
+    assert "  fuselora verify 'some where/Wan2.2-tiny-by-hand' --base " in made.out.getvalue()
 
 
 # Progress

@@ -578,9 +578,7 @@ def test_a_lora_file(client: Client, hub: HubServer, pipeline: Path) -> None:
     assert (answer["name"], answer["config"]) == ("whole.safetensors", None)
     assert set(hub.fetched(REPO)) == {"whole.safetensors"}
     hub.seen.clear()
-    assert (
-        client(f"hf://{REPO}/whole.safetensors", {"HF_HUB_OFFLINE": "1"}, lora=True, revision="v1") == answer
-    )
+    assert client(f"hf://{REPO}@v1/whole.safetensors", {"HF_HUB_OFFLINE": "1"}, lora=True) == answer
 
 
 @pytest.mark.parametrize("place", ["", "/sub", "/sub/adapter_model.safetensors"])

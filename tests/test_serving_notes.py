@@ -9,7 +9,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jsonschema
 import pytest
 
 from fuselora import synth
@@ -19,7 +18,7 @@ from fuselora.families.wan import WAN
 from fuselora.marker import FILE_NAME, decode, encode, read_marker
 from fuselora.pipeline import merge, plan
 from fuselora.report import Reporter
-from fuselora.serving_notes import NOTHING, sentence, serving_notes
+from fuselora.serving_notes import NOTHING, sentence, serving_notes, vllm_omni
 from fuselora.summary import plan_document, report_document
 from tests.fused_pair import edit_json, edit_marker
 from tests.inputs import matched, open_base, open_lora, pair, tensor
@@ -104,10 +103,23 @@ def test_plain_names_say_nothing_and_the_base_alone_is_no_reason_for_a_note(inpu
     assert planned.serving.document() == {}
 
 
-def test_what_no_lora_says_stays_as_the_base_has_it(inputs: Inputs) -> None:
+def test_an_unlisted_few_step_lora_is_not_given_the_shift_of_its_many_step_base(inputs: Inputs) -> None:
     planned = inputs.plan(inputs.pair("a-high-8steps.safetensors", "a-low-8steps.safetensors"))
-    assert values(planned) == {"num_inference_steps": 8, "flow_shift": 3.0, "boundary_ratio": 0.875}
-    assert planned.serving.settings["flow_shift"].origin == "in scheduler/scheduler_config.json"
+    assert values(planned) == {"num_inference_steps": 8, "boundary_ratio": 0.875}
+    assert planned.serving.settings["boundary_ratio"].origin == "in model_index.json"
+    assert planned.serving.unknown == ("guidance", "flow shift", "solver")
+    last = "not known, see where the LoRA is from: guidance, flow shift, solver"
+    assert planned.serving.reasons()[-1] == last
+    assert str(planned.serving.document()["note"]).endswith(last)
+
+
+def test_a_listed_lora_beside_an_unlisted_one_of_as_many_steps(inputs: Inputs) -> None:
+    planned = inputs.plan(inputs.pair(f"{SEKO}/high_noise_model.safetensors", "my-low-4steps.safetensors"))
+    assert values(planned) == {"num_inference_steps": 4, "guidance_scale": 1.0, "boundary_ratio": 0.875}
+    assert planned.serving.unknown == ("guidance on transformer_2", "flow shift", "solver")
+    (message,) = said(planned, "serving_one_sided")
+    assert "sampled with flow shift 5.0, euler solver" in message
+    assert planned.notices[0].facts["components"] == ["transformer_2"]
 
 
 def test_a_lora_that_says_nothing_does_not_matter(inputs: Inputs) -> None:
@@ -151,12 +163,35 @@ def test_a_few_step_lora_for_one_expert_alone(inputs: Inputs) -> None:
     assert planned.notices[0].facts["components"] == ["transformer_2"]
 
 
-def test_what_one_expert_alone_says_beside_the_steps_is_left_out_quietly(inputs: Inputs) -> None:
+def test_what_one_expert_alone_says_beside_the_steps_is_left_out_with_a_notice(inputs: Inputs) -> None:
     high = inputs.seko()[0].split(",")[0]
     other = inputs.lora("lightx2v_I2V_14B_480p_cfg_step_distill_rank64_bf16.safetensors", seed=3)
     planned = inputs.plan([f"{high},{other}"])
     assert values(planned) == {name: value for name, value in FULL.items() if name != "solver"}
-    assert not planned.notices
+    (message,) = said(planned, "serving_one_sided")
+    assert message.startswith("only one expert gets a LoRA that is sampled with euler solver (published for ")
+    assert planned.notices[0].facts == {"settings": {"solver": "euler"}, "components": ["transformer_2"]}
+
+
+def test_a_flow_shift_of_one_expert_alone_is_noted_if_the_base_says_the_same(inputs: Inputs) -> None:
+    for shift, notes, left_out in (("3", {"flow_shift": 3.0}, []), ("5", {}, [5.0])):
+        high = inputs.lora("high.safetensors", flow_shift=shift, guidance_scale="1")
+        planned = inputs.plan([f"high={high}"])
+        assert values(planned) == {"guidance_scale": 1.0, "boundary_ratio": 0.875, **notes}
+        assert [notice.facts["settings"] for notice in planned.notices] == [
+            {"flow_shift": value} for value in left_out
+        ]
+
+
+def test_each_expert_can_say_what_the_other_does_not(inputs: Inputs) -> None:
+    high = inputs.lora("high.safetensors", flow_shift="5")
+    low = inputs.lora("low.safetensors", seed=2, num_inference_steps="4")
+    planned = inputs.plan([f"{high},{low}"])
+    assert values(planned) == {"boundary_ratio": 0.875}
+    assert [notice.facts for notice in planned.notices] == [
+        {"settings": {"num_inference_steps": 4}, "components": ["transformer"]},
+        {"settings": {"flow_shift": 5.0}, "components": ["transformer_2"]},
+    ]
 
 
 def test_guidance_is_each_expert_s_own(inputs: Inputs) -> None:
@@ -165,16 +200,14 @@ def test_guidance_is_each_expert_s_own(inputs: Inputs) -> None:
     planned = inputs.plan([f"{high},{low}"])
     assert not planned.notices
     assert (values(planned)["guidance_scale"], values(planned)["guidance_scale_2"]) == (3.5, 1.0)
-    assert values(inputs.plan([f"low={low}"])) == {
-        "guidance_scale_2": 1.0,
-        "flow_shift": 3.0,
-        "boundary_ratio": 0.875,
-    }
+    second = inputs.plan([f"low={low}"])
+    assert values(second) == {"guidance_scale_2": 1.0, "boundary_ratio": 0.875}
+    assert second.serving.unknown == ("steps", "guidance on transformer", "flow shift", "solver")
 
 
 def test_the_lora_s_metadata_beats_the_base(inputs: Inputs) -> None:
     high = inputs.lora("high.safetensors", boundary_ratio="0.5")
-    assert values(inputs.plan([f"high={high}"])) == {"flow_shift": 3.0, "boundary_ratio": 0.5}
+    assert values(inputs.plan([f"high={high}"])) == {"boundary_ratio": 0.5}
 
 
 # Other bases
@@ -195,7 +228,9 @@ def test_one_transformer_has_one_guidance_and_no_boundary(tmp_path: Path) -> Non
     base = synth.write_pipeline(tmp_path / "base", size, dtype="BF16")
     edit_json(base / "model_index.json", lambda document: document.update(boundary_ratio=0.9))
     lora = synth.write_lora(tmp_path / "wan2.1_t2v_14b_lora_rank64_lightx2v_4step.safetensors", size)
-    assert values(plan(base, [lora])) == {"num_inference_steps": 4, "guidance_scale": 1.0, "flow_shift": 5.0}
+    planned = plan(base, [lora])
+    assert values(planned) == {"num_inference_steps": 4, "guidance_scale": 1.0, "flow_shift": 5.0}
+    assert planned.serving.unknown == ("solver",)
 
 
 def native_pair(folder: Path) -> tuple[Path, list[Matching]]:
@@ -224,7 +259,6 @@ def test_the_pipeline_that_goes_with_a_native_base(inputs: Inputs, tmp_path: Pat
     settings = serving_notes(open_base(base), matchings, pipeline=inputs.base).settings
     assert {name: stated.value for name, stated in settings.items()} == {
         "num_inference_steps": 4,
-        "flow_shift": 3.0,
         "boundary_ratio": 0.875,
     }
 
@@ -272,7 +306,7 @@ def test_a_marker_that_was_edited_is_not_believed_blindly(inputs: Inputs) -> Non
     edit_marker(fused, lambda document: document.update(serving=wrong))
     style = inputs.lora("style.safetensors", seed=3)
     found = values(plan(fused, [f"all={style}"], stack=True))
-    assert found == {"solver": "euler", "flow_shift": 3.0, "boundary_ratio": 0.875}
+    assert found == {"solver": "euler", "boundary_ratio": 0.875}
 
 
 # In words
@@ -297,6 +331,33 @@ def test_a_document_as_a_sentence(document: Mapping[str, object], words: str) ->
     assert sentence(document) == words
 
 
+@pytest.mark.parametrize(
+    ("document", "lines"),
+    [
+        (
+            FULL,
+            (
+                "vllm serve out --omni --boundary-ratio 0.875 --flow-shift 5.0",
+                'each request: {"num_inference_steps": 4, "guidance_scale": 1.0, "guidance_scale_2": 1.0, '
+                '"extra_params": {"sample_solver": "euler"}}',
+            ),
+        ),
+        ({"num_inference_steps": 8}, ("vllm serve out --omni", 'each request: {"num_inference_steps": 8}')),
+        ({"boundary_ratio": 0.9}, ("vllm serve out --omni --boundary-ratio 0.9",)),
+        ({"flow_shift": 5.0, "solver": "dpm++"}, ("vllm serve out --omni --flow-shift 5.0",)),
+        ({"num_inference_steps": [4], "boundary_ratio": True, "note": "x", "sources": {}}, ()),
+        ({}, ()),
+    ],
+)
+def test_a_document_as_vllm_omni_takes_it(document: Mapping[str, object], lines: tuple[str, ...]) -> None:
+    assert vllm_omni(document, "out") == lines
+
+
+def test_the_folder_in_the_command_is_quoted() -> None:
+    (command, _) = vllm_omni(FULL, "a b")
+    assert command.startswith("vllm serve 'a b' --omni ")
+
+
 def test_each_origin_is_said_once(inputs: Inputs) -> None:
     notes = inputs.plan(inputs.seko()).serving
     assert notes.reasons() == (
@@ -314,8 +375,10 @@ def test_remarks_are_said_once(tmp_path: Path) -> None:
     lora = synth.write_lora(tmp_path / "FastWan_T2V_14B_480p_lora_rank_64_bf16.safetensors", size)
     again = synth.write_lora(tmp_path / "FastWan_T2V_14B_480p_lora_rank_16_bf16.safetensors", size, seed=2)
     notes = plan(base, [lora, again]).serving
-    assert notes.reasons()[-1].startswith("the timesteps are 1000, 757 and 522")
-    assert len(notes.reasons()) == 2
+    published, remark, unknown = notes.reasons()
+    assert published.startswith("3 steps, guidance 1.0, flow shift 8.0: ")
+    assert remark.startswith("the timesteps are 1000, 757 and 522")
+    assert unknown == "not known, see where the LoRA is from: solver"
 
 
 # Marker, JSON and report
@@ -325,7 +388,6 @@ def test_the_marker_and_its_schema(inputs: Inputs) -> None:
     merged = merge(inputs.base, inputs.seko(), inputs.folder / "out")
     document = json.loads((merged.out / FILE_NAME).read_bytes())
     schema = json.loads(files("fuselora").joinpath("schema", "fused-1.0.schema.json").read_text("utf-8"))
-    jsonschema.validate(document, schema)
     marker = read_marker(merged.out)
     assert marker is not None
     assert {**marker.serving} == {**FULL, "note": document["serving"]["note"]}
@@ -372,9 +434,27 @@ def test_plan_and_merge_print_it_last(inputs: Inputs, capsys: pytest.CaptureFixt
     lines = capsys.readouterr().out.splitlines()
     at = lines.index("To serve: 4 steps, guidance 1.0, flow shift 5.0, boundary ratio 0.875, euler solver")
     assert lines[at - 1].startswith("Wrote ")
-    assert lines[at + 1 :] == [f"  {reason}" for reason in merged.plan.serving.reasons()]
+    assert lines[at + 1 :] == [
+        *(f"  {reason}" for reason in merged.plan.serving.reasons()),
+        "vLLM-Omni takes none of this from the folder:",
+        *(f"  {line}" for line in vllm_omni(FULL, str(merged.out))),
+    ]
     Reporter().plan(inputs.plan(loras))
     assert capsys.readouterr().out.count("To serve: 4 steps") == 1
+
+
+def test_what_vllm_omni_does_not_load_is_not_served_with_it(
+    inputs: Inputs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    native = synth.write_native(inputs.folder / "native", SIZE, experts=True, dtype="BF16")
+    bare = merge(inputs.base, inputs.seko(), inputs.folder / "bare", assets="skip")
+    layout, skeleton = "diffusers", str(inputs.base)
+    made = merge(native, inputs.seko(), inputs.folder / "made", layout=layout, skeleton=skeleton)
+    for merged in (merge(native, inputs.seko(), inputs.folder / "out"), bare, made):
+        Reporter().merged(merged)
+        said = capsys.readouterr().out
+        assert "To serve: 4 steps" in said
+        assert ("vllm serve" in said) is (merged is made)
 
 
 def test_nothing_is_printed_where_nothing_is_known(

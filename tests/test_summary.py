@@ -16,7 +16,6 @@ from fuselora.summary import (
     lora_document,
     main_dtype,
     models_of,
-    notice_documents,
     plan_document,
     report_document,
     where,
@@ -199,9 +198,10 @@ def test_a_refusal_with_every_fault() -> None:
     ]
 
 
-def test_notices() -> None:
-    notices = (Notice("zero_delta", "all zero", {"of": 3}), Notice("x", "y"))
-    assert notice_documents(notices) == [
-        {"code": "zero_delta", "message": "all zero", "of": 3},
-        {"code": "x", "message": "y"},
-    ]
+def test_a_notice() -> None:
+    assert Notice("zero_delta", "all zero", {"of": 3}).document() == {
+        "code": "zero_delta",
+        "message": "all zero",
+        "of": 3,
+    }
+    assert Notice("x", "y").document() == {"code": "x", "message": "y"}

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from fuselora import synth
+from fuselora.check.report import SHOWN_FINDINGS
 from fuselora.errors import FormatError, InputError, UsageError
 from fuselora.header import read_header
 from fuselora.marker import FILE_NAME, read_marker
 from fuselora.pipeline import merge
-from fuselora.verify import SHOWN_FINDINGS, verify
+from fuselora.verify import verify
 from tests.fused_pair import (
     COPIED,
     FUSED,
@@ -351,6 +352,19 @@ def test_a_base_without_loras(pair: Pair) -> None:
 def test_loras_without_a_base(pair: Pair) -> None:
     with pytest.raises(UsageError, match="no base"):
         verify(pair.out, loras=pair.loras)
+
+
+@pytest.mark.parametrize("spec", ["{}:0.9", "high={}", "all={}", "high={},low={}"])
+def test_a_lora_with_a_component_or_strength(pair: Pair, spec: str) -> None:
+    with pytest.raises(UsageError, match=r"^--lora .*: verify takes components and strengths from") as caught:
+        verify(pair.out, base=pair.base, loras=[spec.format(pair.high, pair.low)])
+    assert caught.value.hint == "Give FILE alone, without COMPONENT= before it and :STRENGTH after it."
+
+
+def test_a_list_of_loras_and_one_whose_name_looks_like_a_spec(pair: Pair, tmp_path: Path) -> None:
+    odd = shutil.copy(pair.high, tmp_path / "high=a,b:0.9")
+    assert verify(pair.out, base=pair.base, loras=[f"{pair.high},{pair.low}"]).ok
+    assert verify(pair.out, base=pair.base, loras=[odd, pair.low]).ok
 
 
 def test_inputs_that_are_not_there(pair: Pair, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The shape of a family's data, and the questions it answers: whose name, which layout, what kin.
 
-A pattern is a dotted name in which ``{n}`` stands for one number: ``blocks.{n}.attn1.to_q``.
+A pattern is a dotted name as in ``families.pattern``.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Literal
 
 from fuselora.families.model_class import ModelClass
+from fuselora.families.pattern import Shapes, any_of, compiled
 
 Layout = Literal["native", "diffusers"]
-Shapes = Mapping[str, tuple[int, ...]]
 LEAVES = ("weight", "bias")
 
 
@@ -34,11 +33,11 @@ class SkipRule:
     sizes: tuple[int, ...]
 
     def covers(self, module: str) -> bool:
-        return any(_compiled(pattern).fullmatch(module) for pattern in self.modules)
+        return any(compiled(pattern).fullmatch(module) for pattern in self.modules)
 
     def covers_flat(self, module: str) -> bool:
         """The same for a kohya name, in which every dot is an underscore."""
-        return any(_compiled(pattern.replace(".", "_")).fullmatch(module) for pattern in self.modules)
+        return any(compiled(pattern.replace(".", "_")).fullmatch(module) for pattern in self.modules)
 
     def harmless(self, native_shapes: Shapes) -> bool:
         shape = native_shapes.get(self.witness, ())
@@ -77,7 +76,7 @@ class Measure:
 
     def of(self, native: Shapes) -> frozenset[int]:
         """Every size that tensors of these shapes show; more than one when they disagree."""
-        found = ((axis, _any_of(patterns)) for axis, patterns in self.shown_by.items())
+        found = ((axis, any_of(patterns)) for axis, patterns in self.shown_by.items())
         return frozenset(
             shape[axis]
             for axis, pattern in found
@@ -101,7 +100,7 @@ class Branch:
 
     def is_in(self, native: Iterable[str]) -> bool:
         """Whether tensors of these names have any of it."""
-        pattern = _any_of(self.modules)
+        pattern = any_of(self.modules)
         return any(pattern.fullmatch(_split_leaf(name)[0]) for name in native)
 
     def allows(self, present: bool, kin: Kin) -> bool:
@@ -199,7 +198,7 @@ class Family:
     classes: tuple[ModelClass, ...] = ()
 
     def recognises(self, names: Iterable[str]) -> bool:
-        signature = _any_of(self.signature)
+        signature = any_of(self.signature)
         return any(signature.fullmatch(name) for name in names)
 
     def translate(self, name: str, to: Layout) -> str:
@@ -240,7 +239,7 @@ class Family:
 
     def block_numbers(self, native_names: Iterable[str]) -> frozenset[int]:
         """The blocks that have a tensor among ``native_names``."""
-        pattern = _compiled(self.block)
+        pattern = compiled(self.block)
         return frozenset(int(found.group(1)) for name in native_names if (found := pattern.match(name)))
 
     def kin_of_deltas(self, native: Shapes) -> tuple[Kin, ...]:
@@ -265,8 +264,16 @@ class Family:
         return tuple(k for k in self.kin_of_deltas(rest) if k not in whole and rule.harmless(k.witnesses))
 
     def few_step_named(self, name: str) -> FewStep | None:
-        """The published few-step LoRA that a file, folder or repository of this name is."""
-        return next((row for row in self.few_step if re.search(row.pattern, name, re.IGNORECASE)), None)
+        """The published few-step LoRA that a file, folder or repository of this name is.
+
+        None if the name has words of its own beside: such a LoRA was made for a published one, or with it.
+        """
+        for row in self.few_step:
+            found = re.search(row.pattern, name, re.IGNORECASE)
+            if found:
+                beside = re.findall("[a-z]+", f"{name[: found.start()]} {name[found.end() :]}".lower())
+                return row if RELEASE_WORDS.issuperset(beside) else None
+        return None
 
     def _is_kin(self, kin: Kin, native: Shapes) -> bool:
         if self.n_blocks(native) != kin.blocks:
@@ -274,6 +281,13 @@ class Family:
         return all(_fits(native.get(name, ()), shape) for name, shape in kin.witnesses.items())
 
 
+# Words that releases and their repacks put around a name; single letters are those of t2v, i2v, 14b, v1.1.
+RELEASE_WORDS = frozenset((
+    *"abeimnprtv", "wan", "ti", "high", "low", "noise", "lora", "loras", "rank", "bf", "fp", "fn", "scaled",
+    "model", "models", "step", "steps", "cfg", "distill", "distilled", "adaptive", "resized", "dyno",
+    "diffusers", "safetensors", "comfy", "comfyui", "lightx", "lightning", "kijai", "hf", "extracted",
+    "quantile", "avg", "fro", "new", "moe", "seko", "fastvideo", "fastwan", "fullattn", "turbo", "quanhaol",
+))  # fmt: skip
 _OTHER: Mapping[Layout, Layout] = {"native": "diffusers", "diffusers": "native"}
 
 
@@ -286,16 +300,6 @@ def _split_leaf(name: str) -> tuple[str, str]:
     return (stem, dot + leaf) if leaf in LEAVES else (name, "")
 
 
-@cache
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(re.escape(pattern).replace(r"\{n\}", r"([0-9]{1,9})"))
-
-
-@cache
-def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(_compiled(pattern).pattern for pattern in patterns))
-
-
 def _numbered(patterns: Sequence[str]) -> re.Pattern[str]:
     """One pattern that tells by its outermost group, ``r<row>``, which of ``patterns`` fits."""
-    return re.compile("|".join(f"(?P<r{n}>{_compiled(p).pattern})" for n, p in enumerate(patterns)))
+    return re.compile("|".join(f"(?P<r{n}>{compiled(p).pattern})" for n, p in enumerate(patterns)))

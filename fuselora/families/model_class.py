@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain
 from typing import NamedTuple
 
-Shapes = Mapping[str, tuple[int, ...]]
+from fuselora.families.pattern import Shapes, compiled
+
+MAX_BLOCKS = 10_000  # every one is a dozen tensors to lay out; published models have less than a hundred
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ class ModelClass:
     """One class. ``defaults`` are its own; ``instead`` names the field that stands in for one that is null.
 
     ``alike`` are fields of a native config.json and those that mean the same here: what no shape shows.
+    ``numbers`` are lists of block numbers, from 0 upwards, and the field that says how many blocks there are.
     """
 
     name: str
@@ -54,6 +55,7 @@ class ModelClass:
     defaults: Mapping[str, object]
     instead: Mapping[str, str]
     alike: Mapping[str, str]
+    numbers: Mapping[str, str]
 
     def shapes(self, config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
         """Every tensor of a model with this config, by native name. Raises ``BadFieldError``."""
@@ -110,15 +112,34 @@ class _Model:
         return math.prod(map(self._factor, product.split("*")))
 
     def n(self, field: str) -> int:
-        """A number of blocks, or how many of them a list names."""
+        """A number of blocks, or how many of them a list names. Raises ``BadFieldError`` for too many."""
         found = self.value(field)
-        return len(found) if isinstance(found, list) else self._factor(field)
+        number = len(found) if isinstance(found, list) else self._factor(field)
+        if number > MAX_BLOCKS:
+            many = f"a list of {number}" if isinstance(found, list) else str(number)
+            raise BadFieldError(f"{field} is {many}, which {self.kind.name} cannot use")
+        if field in self.kind.numbers:
+            self._check_numbers(field, found)
+        return number
+
+    def _check_numbers(self, field: str, found: object) -> None:
+        n_blocks = self.n(self.kind.numbers[field])
+        whole = [n for n in found if type(n) is int] if isinstance(found, list) else []
+        if (
+            not whole
+            or whole != found
+            or whole != sorted(set(whole))
+            or whole[0] != 0
+            or whole[-1] >= n_blocks
+        ):
+            must = f"it must name blocks in order, from 0 and below {n_blocks}"
+            raise BadFieldError(f"{field} is {_json(found)}: {must}")
 
     def unlike(self, native: Mapping[str, object]) -> Iterator[Difference]:
         """What a native config.json says otherwise."""
         for theirs, ours in self.kind.alike.items():
             wanted, held = self.value(ours), native.get(theirs)
-            if isinstance(held, (int, float)) and held != wanted:
+            if isinstance(held, (int, float, list)) and held != wanted:
                 text = f"{ours} is {_json(wanted)}, but the base's own config.json has {theirs} {_json(held)}"
                 yield Difference(ours, text)
 
@@ -173,7 +194,7 @@ class _Comparison:
             held = self.base.get(name, shape)
             for product, wanted, size in zip(row.shape, shape, held, strict=False):
                 if wanted != size and len(held) == len(shape):
-                    text = f"{product.replace('*', ' * ')} is {wanted}, but {name} has {size} there"
+                    text = f"{product.replace('*', ' * ')} is {wanted}, but the base's {name} has {size}"
                     yield Difference(_fields(product), text)
 
     def ranks(self) -> Iterator[Difference]:
@@ -218,7 +239,7 @@ def _comparison(model: _Model, base: Shapes) -> _Comparison:
 def _matches(rows: Sequence[Row], name: str) -> Iterator[tuple[Row, int]]:
     """The rows that speak of a tensor, each with the number that stands for ``{n}``."""
     for row in rows:
-        if found := _pattern(row.name).fullmatch(name):
+        if found := compiled(row.name).fullmatch(name):
             yield row, int(found[1]) if found.groups() else 0
 
 
@@ -229,11 +250,6 @@ def _fields(product: str) -> str:
 
 def _json(value: object) -> str:
     return json.dumps(value, default=str)
-
-
-@cache
-def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile(re.escape(name).replace(r"\{n\}", r"([0-9]{1,9})"))
 
 
 def in_blocks(rows: Iterable[Row], blocks: str, count: str) -> tuple[Row, ...]:

@@ -12,7 +12,7 @@ from fuselora.families.model_class import ModelClass, Row, in_blocks, linear, no
 DIM = "num_attention_heads*attention_head_dim"
 PATCH = ("patch_size.0", "patch_size.1", "patch_size.2")
 
-STEM = (
+STEM_ROWS = (
     Row("patch_embedding.weight", (DIM, "in_channels", *PATCH)),
     Row("patch_embedding.bias", (DIM,)),
     Row("head.modulation", ("1", "2", DIM)),
@@ -28,30 +28,30 @@ STEM = (
     *norm("img_emb.proj.4", DIM, when="image_dim"),
     Row("img_emb.emb_pos", ("1", "pos_embed_seq_len", "image_dim"), when="pos_embed_seq_len"),
 )
-ATTENTION = (
+ATTENTION_ROWS = (
     *(row for linear_name in "qkvo" for row in linear(linear_name, DIM, DIM)),
     Row("norm_q.weight", (DIM,)),
     Row("norm_k.weight", (DIM,)),
 )
-IMAGE = (
+IMAGE_ROWS = (
     *linear("k_img", DIM, "added_kv_proj_dim", when="added_kv_proj_dim"),
     *linear("v_img", DIM, "added_kv_proj_dim", when="added_kv_proj_dim"),
     Row("norm_k_img.weight", (DIM,), when="added_kv_proj_dim"),
 )
-BLOCK = (
+BLOCK_ROWS = (
     Row("modulation", ("1", "6", DIM)),
-    *(Row(f"self_attn.{row.name}", row.shape) for row in ATTENTION),
-    *(Row(f"cross_attn.{row.name}", row.shape, row.when) for row in (*ATTENTION, *IMAGE)),
+    *(Row(f"self_attn.{row.name}", row.shape) for row in ATTENTION_ROWS),
+    *(Row(f"cross_attn.{row.name}", row.shape, row.when) for row in (*ATTENTION_ROWS, *IMAGE_ROWS)),
     *norm("norm3", DIM, when="cross_attn_norm"),
     *linear("ffn.0", "ffn_dim", DIM),
     *linear("ffn.2", DIM, "ffn_dim"),
 )
-PLAIN = STEM + in_blocks(BLOCK, "blocks", "num_layers")
-VACE = (
+PLAIN_ROWS = STEM_ROWS + in_blocks(BLOCK_ROWS, "blocks", "num_layers")
+VACE_ROWS = (
     Row("vace_patch_embedding.weight", (DIM, "vace_in_channels", *PATCH)),
     Row("vace_patch_embedding.bias", (DIM,)),
     *linear("vace_blocks.0.before_proj", DIM, DIM),
-    *in_blocks((*BLOCK, *linear("after_proj", DIM, DIM)), "vace_blocks", "vace_layers"),
+    *in_blocks((*BLOCK_ROWS, *linear("after_proj", DIM, DIM)), "vace_blocks", "vace_layers"),
 )
 
 DEFAULTS: Mapping[str, object] = {
@@ -77,8 +77,12 @@ VACE_DEFAULTS: Mapping[str, object] = {
 }
 INSTEAD = {"out_channels": "in_channels"}
 ALIKE = {"num_heads": "num_attention_heads", "eps": "eps"}
+VACE_ALIKE = {**ALIKE, "vace_layers": "vace_layers"}
+VACE_NUMBERS = {"vace_layers": "num_layers"}
 
 WAN_CLASSES = (
-    ModelClass("WanTransformer3DModel", PLAIN, DEFAULTS, INSTEAD, ALIKE),
-    ModelClass("WanVACETransformer3DModel", PLAIN + VACE, VACE_DEFAULTS, INSTEAD, ALIKE),
+    ModelClass("WanTransformer3DModel", PLAIN_ROWS, DEFAULTS, INSTEAD, ALIKE, {}),
+    ModelClass(
+        "WanVACETransformer3DModel", PLAIN_ROWS + VACE_ROWS, VACE_DEFAULTS, INSTEAD, VACE_ALIKE, VACE_NUMBERS
+    ),
 )

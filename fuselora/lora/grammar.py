@@ -31,6 +31,7 @@ LEAVES: dict[Part, tuple[str, ...]] = {
     "diff_b": (".bias",),
     "diff_m": (".modulation",),
 }
+FULL_WEIGHT = "a full weight (modules_to_save)"
 UNFUSED: tuple[tuple[str, str], ...] = (
     ("DoRA", r"\.(dora_scale|lora_magnitude_vector(\..+)?)"),
     ("a bias of the pair (lora_bias)", r"\.lora_B(\..+)?\.bias"),
@@ -46,7 +47,7 @@ UNFUSED: tuple[tuple[str, str], ...] = (
     ("a finished factor (alpha_scale)", r"\.alpha_scale"),
     ("a split pair (lora_up.blocks)", r"\.lora_up\.blocks\.\d+\.weight"),
     ("a diffusers processor pair", r"[._]lora\d?\.(down|up)\.weight"),
-    ("a full weight (modules_to_save)", r"\.(weight|bias|scale)"),
+    (FULL_WEIGHT, r"\.(weight|bias|scale)"),
 )
 # Prefixes that say nothing about the module, tried longest first, repeatedly.
 PREFIXES: tuple[str, ...] = (
@@ -97,6 +98,12 @@ def parse_key(key: str) -> ParsedKey | None:
 def unfused_kind(key: str) -> str | None:
     """The name of a kind of delta that is known but cannot be fused yet, or None."""
     return next((kind for kind, pattern in _UNFUSED if pattern.fullmatch(key)), None)
+
+
+def is_lora_key(key: str) -> bool:
+    """Whether a tensor of this name shows its file to be a LoRA; other models have alphas and weights too."""
+    parsed = parse_key(key)
+    return parsed.part != "alpha" if parsed else unfused_kind(key) not in (None, FULL_WEIGHT)
 
 
 def spellings(module: str) -> tuple[Spelling, ...]:

@@ -27,11 +27,11 @@ Source = Literal["metadata", "name", "family", "base"]
 Value = int | float | str
 
 MAX_STEPS = 16  # a larger number before "steps" is a training's as often as not
-# 4steps, 8-step, 4_steps; and 4-8steps, which is no one number. One with a number behind it, as in
-# epoch-2-step-1000, counts a training.
+# 4steps, 4-step, 8_steps; not 4-8steps, and not what was trained: rank_16_steps_2000, 10-steps-1000
 STEPS = re.compile(
-    r"(?<![0-9a-z.])(?P<range>[0-9]{1,2}-)?(?P<steps>[0-9]{1,2})"
-    r"(?:steps?|[-_ ]steps|[- ]step(?![-_ ]?[0-9]))(?![a-z])",
+    r"(?P<distill>distill[-_ ])?(?<![0-9a-z.,])(?<!v[0-9][-_])"
+    r"(?P<range>[0-9]{1,2}[-_,])?(?P<steps>[0-9]{1,2})"
+    r"(?:steps?|(?:[-_ ]steps|[- ]step)(?(distill)|(?![-_ ]?[0-9])))(?![a-z])",
     re.IGNORECASE,
 )
 # Words of a file or folder name that do not say whose LoRA it is.

@@ -6,24 +6,20 @@ fused where comes from the marker, and LoRAs are compared by content, so a renam
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fuselora.check.folder import lora_outcomes
 from fuselora.errors import AlreadyFused, InputError, MarkerError
+from fuselora.escape import one_line
 from fuselora.fields import short
 from fuselora.header import read_header
-from fuselora.integrity import check, lora_outcomes
 from fuselora.marker import FILE_NAME, FINGERPRINT_KEY, LoraRecord, Marker, read_marker
 
 Policy = Literal["distill_lora", "dynamic_lora"]
 DEFAULTS: Mapping[Policy, str] = {"distill_lora": "refuse", "dynamic_lora": "allow"}
-# What vLLM-Omni tells a FastH3 release by: it goes into the weights whatever the LoRA backend.
-FAST_H3_FORMAT, FAST_H3_MODEL = "fastvideo-lora-v2", ("fastvideo/", "fasth3")
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 LOST_HINT = "Copy the whole folder again, fused.json included, or serve it without a LoRA."
 
 
@@ -58,34 +54,50 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
+class Found:
+    """What says that a checkpoint is fused: markers, and in words fused shards that none of them lists."""
+
+    markers: tuple[Marker, ...] = ()
+    lost: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class _Compared:
-    """A LoRA, the marker's entries with its content, and why it could not be compared, if so."""
+    """A LoRA, the marker's entries with its content, and why some of it could not be compared, if so."""
 
     lora: AskedLora
     records: tuple[LoraRecord, ...] = ()
     unknown: str | None = None
 
 
-def find_marker(path: Path) -> Marker | None:
-    """The marker of a folder, or the one that lists ``path``, a file or component in a fused folder.
+def look(path: Path) -> Found:
+    """What a checkpoint is fused with: a folder, or a file or component in one, links followed.
 
-    None if it has none. Raises ``MarkerError`` if the marker is broken or the folder is unfinished.
+    Its own marker; else that of the fused folder which lists it; else those of its components. Raises
+    ``MarkerError`` if one of these folders is unfinished or its marker broken; markers that are not its
+    own matter only where they list it, or its shards say that they are fused.
     """
-    path = Path(os.path.abspath(path))  # noqa: PTH100  # not resolve(): the Hub's cache is made of links
-    marker = read_marker(path) if path.is_dir() else None
-    if marker is None and os.path.lexists(path.parent / FILE_NAME):
-        around = read_marker(path.parent)
-        if around is not None and any(_within(path.name, record.path) for record in around.weight_files):
-            return around
-    return marker
+    own = (read_marker(path) if path.is_dir() else None) or _around(path)
+    if own is not None:
+        return Found((own,))
+    if not path.is_dir():
+        carries = f"it carries the fingerprint of a fusion, and no {FILE_NAME} lists it"
+        return Found(lost=carries if _carries(path) else None)
+    folders = sorted({shard.parent for shard in path.glob("*/*.safetensors")})
+    parts = {part: _marker_of(part) for part in folders}
+    markers = {marker.fingerprint: marker for marker in parts.values() if marker}
+    return Found(tuple(markers.values()), _lost(path, [part for part in folders if parts[part] is None]))
 
 
-def refuse_lost_marker(name: str, path: Path) -> None:
-    """Raises ``MarkerError`` if shards of an unmarked checkpoint say that they hold fused tensors."""
-    lost = _lost(path)
-    if lost is not None:
+def decide_lost(name: str, lost: str, *, adds: bool) -> Admission:
+    """A warning about fused shards without a marker; ``adds`` says that a LoRA is asked for.
+
+    Raises ``MarkerError`` if one is.
+    """
+    if adds:
         what = "Which LoRAs they hold is unknown, so none can be added"
-        raise MarkerError(f"{_shown(name)}: {lost}. {what}.", hint=LOST_HINT, path=name)
+        raise MarkerError(one_line(f"{name}: {lost}. {what}."), hint=LOST_HINT, path=name)
+    return Admission(one_line(f"{name}: {lost}. No LoRA is asked for, so it is served."), warning=True)
 
 
 def decide(marker: Marker, start: StartUp) -> Admission:
@@ -95,52 +107,78 @@ def decide(marker: Marker, start: StartUp) -> Admission:
     does not let it be added; a policy that is not known refuses.
     """
     if not start.loras:
-        return Admission(f"{_held(marker, start)}; no LoRA is added")
+        return Admission(one_line(f"{_held(marker, start)}; no LoRA is added"))
     compared = [_compare(marker, lora) for lora in start.loras]
     if any(one.records for one in compared):
         raise _refusal_of_listed(start, compared)
-    fuses = start.fuses or any(_is_fast_h3(lora) for lora in start.loras)
-    return _by_policy(marker, start, compared, "distill_lora" if fuses else "dynamic_lora")
+    return _by_policy(marker, start, compared, "distill_lora" if start.fuses else "dynamic_lora")
+
+
+def _lost(path: Path, parts: Sequence[Path]) -> str | None:
+    """What shows that an unmarked folder, or one of its parts without a marker, is fused."""
+    carrier = next((shard for folder in (path, *parts) for shard in _carriers(folder)), None)
+    if carrier is None:
+        return None
+    return f"{FILE_NAME} was removed: {carrier.relative_to(path)} carries the fingerprint of a fusion"
+
+
+def _marker_of(part: Path) -> Marker | None:
+    return _trusted(part, part) or _around(part)
+
+
+def _around(path: Path) -> Marker | None:
+    """The marker of the folder that ``path`` lies in, by its name or where its links lead, if it lists it."""
+    real = path.resolve()
+    named = path.parent.resolve() / path.name if path.name not in ("", "..") else real
+    for place in dict.fromkeys((named, real)):
+        marker = _trusted(place.parent, path)
+        if marker and any(_within(place.name, record.path) for record in marker.weight_files):
+            return marker
+    return None
+
+
+def _trusted(home: Path, part: Path) -> Marker | None:
+    """The marker of ``home``; none if it is no marker of ours and nothing says that ``part`` is fused."""
+    try:
+        return read_marker(home)
+    except MarkerError as error:
+        shards = _carriers(part) if part.is_dir() else filter(_carries, [part])
+        if error.facts.get("reason") == "unfinished" or any(True for _ in shards):
+            raise
+        return None
 
 
 def _within(name: str, record: str) -> bool:
     return record == name or record.startswith(f"{name}/")
 
 
-def _lost(path: Path) -> str | None:
-    """What shows that a checkpoint without a marker is fused."""
-    if path.is_dir():
-        report = check(path)
-        found = report.findings[0]
-        return f"{found.path} {found.message}" if report.fused else None
+def _carriers(folder: Path) -> Iterator[Path]:
+    """The shards right in a folder that say that they hold fused tensors."""
+    return filter(_carries, sorted(folder.glob("*.safetensors")))
+
+
+def _carries(path: Path) -> bool:
     try:
-        carries = FINGERPRINT_KEY in read_header(path).metadata
+        return FINGERPRINT_KEY in read_header(path).metadata
     except InputError:
-        return None
-    return f"it carries the fingerprint of a fusion, and no {FILE_NAME} lists it" if carries else None
+        return False
 
 
 def _compare(marker: Marker, lora: AskedLora) -> _Compared:
+    """File by file: one that cannot be read hides none of the others."""
     if not lora.files:
         return _Compared(lora, unknown="is no local safetensors file")
+    found = [_compare_file(marker, lora, file) for file in lora.files]
+    records = tuple(record for one in found for record in one.records)
+    return _Compared(lora, records, next((one.unknown for one in found if one.unknown), None))
+
+
+def _compare_file(marker: Marker, lora: AskedLora, file: Path) -> _Compared:
     try:
-        outcomes = lora_outcomes(marker, lora.files)
+        (outcome,) = lora_outcomes(marker, [file])
     except InputError as error:
         return _Compared(lora, unknown=error.message)
-    return _Compared(lora, tuple(record for outcome in outcomes for record in outcome.records))
-
-
-def _is_fast_h3(lora: AskedLora) -> bool:
-    start, within = FAST_H3_MODEL
-    for path in lora.files:
-        try:
-            metadata = read_header(path).metadata
-        except InputError:
-            continue
-        model = metadata.get("finetuned_model", "").lower()
-        if metadata.get("format") == FAST_H3_FORMAT and model.startswith(start) and within in model:
-            return True
-    return False
+    return _Compared(lora, outcome.records)
 
 
 def _refusal_of_listed(start: StartUp, compared: Sequence[_Compared]) -> AlreadyFused:
@@ -150,23 +188,23 @@ def _refusal_of_listed(start: StartUp, compared: Sequence[_Compared]) -> Already
 
 
 def _compared_lines(one: _Compared) -> list[str]:
-    name = _shown(one.lora.name)
+    name = one.lora.name
     if one.records:
-        return [f"{name} is {_record(record)}" for record in one.records]
+        return [f"{name} is {record.text}" for record in one.records]
     return [f"{name} is not in it" if one.unknown is None else f"{name} was not compared"]
 
 
 def _by_policy(marker: Marker, start: StartUp, compared: Sequence[_Compared], policy: Policy) -> Admission:
     """What the marker says about LoRAs that it does not list."""
-    names = ", ".join(_shown(lora.name) for lora in start.loras)
+    names = ", ".join(lora.name for lora in start.loras)
     value = _policy(marker, policy)
     if value not in ("allow", "warn"):
         known = "" if value == "refuse" else ", which this fuselora does not know"
         what = f"is fused already, and {policy} in the policy of its marker is {short(value)}{known}:"
         raise _refusal(start, what, f"  - {start.options} would add {names}")
     line = f"{_held(marker, start)}; its policy lets {names} be added"
-    unknown = [f"{_shown(one.lora.name)} was not compared: {one.unknown}" for one in compared if one.unknown]
-    return Admission("; ".join([line, *unknown]), warning=bool(unknown) or value == "warn")
+    unknown = [f"{one.lora.name} was not compared: {one.unknown}" for one in compared if one.unknown]
+    return Admission(one_line("; ".join([line, *unknown])), warning=bool(unknown) or value == "warn")
 
 
 def _policy(marker: Marker, policy: Policy) -> object:
@@ -176,22 +214,12 @@ def _policy(marker: Marker, policy: Policy) -> object:
 
 def _refusal(start: StartUp, what: str, *lines: str) -> AlreadyFused:
     """How to serve instead is part of the message: of an error, engines print no more than that."""
-    name = _shown(start.name)
+    name = one_line(start.name)
     instead = f"Serve it as it is: leave out {start.options}."
     hint = f"To add another LoRA, fuse it offline: fuselora merge --stack --base {name} --lora FILE --out NEW"
-    message = "\n".join([f"{name}: {what}", *lines, instead])
+    message = "\n".join(map(one_line, (f"{name}: {what}", *lines, instead)))
     return AlreadyFused(message, hint=hint, path=start.name, loras=[lora.name for lora in start.loras])
 
 
 def _held(marker: Marker, start: StartUp) -> str:
-    records = "; ".join(_record(record) for record in marker.loras)
-    return f"{_shown(start.name)} is fused: it holds {records}"
-
-
-def _record(record: LoraRecord) -> str:
-    return _shown(f"{record.name} on {record.component}, strength {record.strength:g}")
-
-
-def _shown(text: str) -> str:
-    """Names come from files and users: control characters would forge lines in a log."""
-    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    return f"{start.name} is fused: it holds {'; '.join(record.text for record in marker.loras)}"

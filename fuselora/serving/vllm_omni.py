@@ -18,24 +18,34 @@ import functools
 import logging
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
-from fuselora.errors import FuseloraError, HubError
-from fuselora.marker import FILE_NAME
+from fuselora.errors import AlreadyFused, FuseloraError, HubError, InputError
+from fuselora.escape import one_line
+from fuselora.header import read_header
+from fuselora.marker import FILE_NAME, FINGERPRINT_KEY
 from fuselora.serving.guard import (
     Admission,
     AskedLora,
+    Found,
     StartUp,
     decide,
-    find_marker,
-    refuse_lost_marker,
+    decide_lost,
+    look,
 )
 
 LOADER_MODULE, LOADER_CLASS = "vllm_omni.diffusion.model_loader.diffusers_loader", "DiffusersPipelineLoader"
 GUARDED = "__fuselora_guarded__"  # on the function: it outlives a second import of this module
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+# What the PEFT backend reads where that is not there. Pickles are never compared, which is a warning.
+ADAPTER_PICKLES = ("adapter_model.bin", "adapter_model.pt")
+HEADERS_AT_ONCE = 8
+# What the engine tells a FastH3 release by: it goes into the weights whatever the LoRA backend.
+FAST_H3_FORMAT, FAST_H3_MODEL = "fastvideo-lora-v2", ("fastvideo/", "fasth3")
 logger = logging.getLogger("vllm_omni.fuselora")  # below the engine's own: its handlers and level
 UNKNOWN_HINT = (
     "Try again when the Hub answers, serve the cache with HF_HUB_OFFLINE=1, or name a local folder."
@@ -73,16 +83,22 @@ def guard(od_config: object, cache_dir: str | None = None) -> None:
     """Logs what ``od_config.model`` is fused with, nothing if it is not fused.
 
     ``cache_dir`` is the engine's download folder. Raises ``AlreadyFused`` as ``decide`` does,
-    ``MarkerError`` for a broken marker, an unfinished folder, or a lost marker where a LoRA is asked for,
-    and ``HubError`` if a LoRA is asked for and it cannot be told whether the checkpoint is fused.
+    ``MarkerError`` as ``look`` and ``decide_lost`` do, and ``HubError`` if a LoRA is asked for and it
+    cannot be told whether the checkpoint is fused.
     """
     try:
-        admission = _admission(od_config, cache_dir)
+        admissions = _admissions(od_config, cache_dir)
     except FuseloraError as error:
-        logger.error("fuselora: %s", "\n".join(text for text in (error.message, error.hint) if text))
+        logger.error("fuselora: %s", _in_log(error))
         raise
-    if admission is not None:
+    for admission in admissions:
         logger.log(logging.WARNING if admission.warning else logging.INFO, "fuselora: %s", admission.line)
+
+
+def _in_log(error: FuseloraError) -> str:
+    """With its hint. ``AlreadyFused`` has lines of its own; in the others a line end is part of a name."""
+    message = error.message if isinstance(error, AlreadyFused) else one_line(error.message)
+    return "\n".join([message, one_line(error.hint)] if error.hint else [message])
 
 
 def _guarded(load_model: Callable[..., object]) -> Callable[..., object]:
@@ -95,22 +111,21 @@ def _guarded(load_model: Callable[..., object]) -> Callable[..., object]:
     return load_model_if_not_fused_twice
 
 
-def _admission(od_config: object, cache_dir: str | None) -> Admission | None:
+def _admissions(od_config: object, cache_dir: str | None) -> list[Admission]:
     name, loras = str(getattr(od_config, "model", None) or ""), _lora_names(od_config)
     if not name:
-        return None
+        return []
     try:
-        path = _local_path(name, getattr(od_config, "revision", None), cache_dir)
+        found = _found(name, getattr(od_config, "revision", None), cache_dir, adds=bool(loras))
     except HubError as error:
         if loras:
             raise
-        return Admission(f"{error.message}. No LoRA is asked for, so it is served.", warning=True)
-    marker = find_marker(path) if path else None
-    if marker is not None:
-        return decide(marker, _start_up(name, loras, od_config))
-    if path is not None and loras:
-        refuse_lost_marker(name, path)
-    return None
+        line = one_line(f"{error.message}. No LoRA is asked for, so it is served.")
+        return [Admission(line, warning=True)]
+    markers = {marker.fingerprint: marker for one in found for marker in one.markers}
+    start = _start_up(name, loras, od_config) if markers else StartUp(name)
+    lost = [decide_lost(name, one.lost, adds=bool(loras)) for one in found if one.lost]
+    return [decide(marker, start) for marker in markers.values()] + lost
 
 
 def _lora_names(od_config: object) -> tuple[str, ...]:
@@ -124,11 +139,24 @@ def _start_up(name: str, loras: tuple[str, ...], od_config: object) -> StartUp:
     fuses = backend != "peft"  # an enum of texts, equal to them; whatever is new is taken to fuse
     options = "--lora-backend distill and --lora-path" if fuses else "--lora-path"
     asked = tuple(AskedLora(lora, _weights(lora, fuses=fuses)) for lora in loras)
-    return StartUp(name, asked, fuses, options)
+    return StartUp(name, asked, fuses or any(map(_is_fast_h3, asked)), options)
+
+
+def _is_fast_h3(lora: AskedLora) -> bool:
+    start, within = FAST_H3_MODEL
+    for path in lora.files:
+        try:
+            metadata = read_header(path).metadata
+        except InputError:
+            continue
+        model = metadata.get("finetuned_model", "").lower()
+        if metadata.get("format") == FAST_H3_FORMAT and model.startswith(start) and within in model:
+            return True
+    return False
 
 
 def _weights(lora: str, *, fuses: bool) -> tuple[Path, ...]:
-    """The safetensors files that the engine would read for one ``--lora-path``.
+    """The files that the engine would read for one ``--lora-path``, and what lies beside a pickle of it.
 
     Only its PEFT backend takes a Hub id, and downloads all of that repository, as it does here.
     """
@@ -136,7 +164,10 @@ def _weights(lora: str, *, fuses: bool) -> tuple[Path, ...]:
     if not path.is_dir():
         return (path,) if path.exists() else ()
     own = path / ADAPTER_WEIGHTS
-    return (own,) if own.is_file() else tuple(sorted(path.glob("*.safetensors")))
+    if own.is_file():
+        return (own,)
+    pickled = [] if fuses else [path / name for name in ADAPTER_PICKLES if (path / name).is_file()]
+    return (*pickled, *sorted(path.glob("*.safetensors")))
 
 
 def _adapter(lora: str) -> Path:
@@ -151,31 +182,49 @@ def _adapter(lora: str) -> Path:
         raise HubError(f"{lora}: this LoRA cannot be fetched: {error}", path=lora) from error
 
 
-def _local_path(name: str, revision: str | None, cache_dir: str | None) -> Path | None:
-    """Where the files of a checkpoint lie, or those of them that tell whether it is fused.
+def _found(name: str, revision: str | None, cache_dir: str | None, *, adds: bool) -> list[Found]:
+    """What is fused, at each revision that the engine may read. Raises ``HubError`` if it cannot be told.
 
-    None for a repository that has no marker and is not in the cache. Raises ``HubError`` if that cannot
-    be told.
+    Most of its pipelines read weights at the default revision, whichever is asked for.
     """
     if Path(name).exists():
-        return Path(name)
+        return [look(Path(name))]
+    asked = revision or None
+    revisions = dict.fromkeys((asked, None) if adds else (asked,))
     try:
-        return _from_hub(name, revision, cache_dir)
+        return [_on_hub(name, at, cache_dir, wanted=at == asked, adds=adds) for at in revisions]
+    except FuseloraError:
+        raise
     except Exception as error:  # of the Hub, the network, ModelScope's package: each has its own kinds
-        what = f"{name}: cannot tell whether it is fused: {FILE_NAME} cannot be fetched"
+        what = f"{name}: cannot tell whether it is fused: {FILE_NAME} or its shards cannot be fetched"
         raise HubError(f"{what}: {error}", hint=UNKNOWN_HINT, path=name) from error
 
 
-def _from_hub(repo: str, revision: str | None, cache_dir: str | None) -> Path | None:
-    """As the loader finds an index: its ModelScope switch, client, token, cache and offline mode."""
+def _on_hub(repo: str, revision: str | None, cache_dir: str | None, *, wanted: bool, adds: bool) -> Found:
+    """As the loader finds an index: its ModelScope switch, client, token, cache and offline mode.
+
+    Offline, a revision that is ``wanted`` has to be in the cache. Shards that are not in it are looked at
+    only where a LoRA is asked for: that takes a request for each.
+    """
     from huggingface_hub import constants
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
     from vllm.model_executor.model_loader.weight_utils import maybe_download_from_modelscope
-    from vllm_omni.transformers_utils.repo_utils import hf_api
 
     downloaded = maybe_download_from_modelscope(repo, revision)
     if downloaded is not None:
-        return Path(downloaded)
+        return look(Path(downloaded))
+    path = _snapshot(repo, revision, cache_dir, wanted=wanted)
+    found = look(path) if path else Found()
+    if adds and found == Found() and not constants.HF_HUB_OFFLINE:
+        return Found(lost=_lost_on_hub(repo, revision, path))
+    return found
+
+
+def _snapshot(repo: str, revision: str | None, cache_dir: str | None, *, wanted: bool) -> Path | None:
+    """The repository's folder in the cache, its marker fetched if it has one; None if there is neither."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    from vllm_omni.transformers_utils.repo_utils import hf_api
+
     where = {"revision": revision, "cache_dir": cache_dir}
     if not constants.HF_HUB_OFFLINE:
         try:
@@ -184,9 +233,36 @@ def _from_hub(repo: str, revision: str | None, cache_dir: str | None) -> Path | 
             raise
         except EntryNotFoundError:
             pass
-    try:  # its folder in the cache, as vLLM asks for it: shards there tell of a marker that was lost
+    try:  # as vLLM asks for it: shards there tell of a marker that was lost
         return Path(hf_api().snapshot_download(repo, ignore_patterns="*", local_files_only=True, **where))
     except LocalEntryNotFoundError:
-        if constants.HF_HUB_OFFLINE:
+        if constants.HF_HUB_OFFLINE and wanted:
             raise
         return None
+
+
+def _lost_on_hub(repo: str, revision: str | None, cached: Path | None) -> str | None:
+    """What shows that a repository without a marker is fused: headers of shards not yet in the cache."""
+    from vllm_omni.transformers_utils.repo_utils import hf_api
+
+    names = [name for name in hf_api().list_repo_files(repo, revision=revision) if _is_shard(name)]
+    away = [name for name in sorted(names) if cached is None or not (cached / name).exists()]
+    with ThreadPoolExecutor(HEADERS_AT_ONCE) as pool:
+        carry = pool.map(partial(_carries_on_hub, repo, revision), away)
+        name = next((name for name, carries in zip(away, carry, strict=True) if carries), None)
+    return name and f"{name} carries the fingerprint of a fusion, and {FILE_NAME} is not there"
+
+
+def _is_shard(name: str) -> bool:
+    return name.endswith(".safetensors") and name.count("/") < 2
+
+
+def _carries_on_hub(repo: str, revision: str | None, name: str) -> bool:
+    from huggingface_hub.errors import SafetensorsParsingError
+    from vllm_omni.transformers_utils.repo_utils import hf_api
+
+    try:
+        header = hf_api().parse_safetensors_file_metadata(repo, name, revision=revision)
+    except SafetensorsParsingError:
+        return False
+    return FINGERPRINT_KEY in header.metadata

@@ -220,3 +220,16 @@ def test_a_base_s_own_tensors_as_deltas_name_the_models_that_it_is_named(base: s
 def test_what_shows_the_width(name: str, shape: tuple[int, ...], width: int) -> None:
     measure = next(measure for measure in WAN.measures if measure.name == "dim")
     assert measure.of({name: shape}) == {width}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "high_anime_style_for_lightx2v_4steps",
+        "NoLightx2v_4steps",
+        "style-lora-trained-on-lightx2v_cfg_step_distill",
+        "anti-fastwan2.1-t2v",
+    ],
+)
+def test_a_lora_made_for_a_published_one_is_another(name: str) -> None:
+    assert WAN.few_step_named(name) is None

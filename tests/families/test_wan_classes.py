@@ -98,11 +98,11 @@ def test_published_lists_are_what_their_configs_say(name: str) -> None:
         ("num_layers", 1, "num_layers makes 1 blocks, but the base has 2 (blocks.*)"),
         ("num_attention_heads", 5, "num_attention_heads * attention_head_dim is 60"),
         ("attention_head_dim", 24, "num_attention_heads * attention_head_dim is 96"),
-        ("in_channels", 36, "in_channels is 36, but patch_embedding.weight has 16 there"),
+        ("in_channels", 36, "in_channels is 36, but the base's patch_embedding.weight has 16"),
         ("out_channels", 48, "out_channels * patch_size.0 * patch_size.1 * patch_size.2 is 192"),
-        ("ffn_dim", 64, "ffn_dim is 64, but blocks.0.ffn.0.weight has 108 there"),
-        ("text_dim", 64, "text_dim is 64, but text_embedding.0.weight has 32 there"),
-        ("freq_dim", 64, "freq_dim is 64, but time_embedding.0.weight has 16 there"),
+        ("ffn_dim", 64, "ffn_dim is 64, but the base's blocks.0.ffn.0.weight has 108"),
+        ("text_dim", 64, "text_dim is 64, but the base's text_embedding.0.weight has 32"),
+        ("freq_dim", 64, "freq_dim is 64, but the base's time_embedding.0.weight has 16"),
         ("image_dim", 64, "image_dim is 64, but the base has no img_emb.proj.0.weight"),
         ("added_kv_proj_dim", 48, "added_kv_proj_dim is 48, but the base has no blocks.0.cross_attn.k_img"),
         ("cross_attn_norm", False, "cross_attn_norm is false, but the base has blocks.0.norm3.weight"),
@@ -174,8 +174,40 @@ def test_heads_that_no_shape_shows() -> None:
         ("ffn_dim", 1.5),
         ("patch_size", [1, 2]),
         ("in_channels", True),
+        ("num_layers", 10_001),
+        ("num_layers", 1_000_000_000),
     ],
 )
 def test_a_field_that_the_class_cannot_use(field: str, value: object) -> None:
     with pytest.raises(BadFieldError, match=f"^{field} is .*, which WanTransformer3DModel cannot use$"):
         told(config(tiny(T2V)) | {field: value}, native(T2V))
+
+
+def test_blocks_that_a_list_names_are_counted_as_well() -> None:
+    found = config(tiny(VACE)) | {"vace_layers": [0] * 10_001}
+    with pytest.raises(BadFieldError, match=r"^vace_layers is a list of 10001, which WanVACE"):
+        kind_of(found).shapes(found)
+    assert len(kind_of(found).shapes(found | {"num_layers": 10_000, "vace_layers": [0]})) > 250_000
+
+
+@pytest.mark.parametrize(
+    "numbers", [[0, 0], [1, 0], [0, 2], [0, 99], [-1, 0], [1], [], ["a", 1], [0, 1.0], [False, 1], "01", None]
+)
+def test_block_numbers_that_name_no_blocks(numbers: object) -> None:
+    with pytest.raises(BadFieldError, match=r"^vace_layers is "):
+        told(config(tiny(VACE)) | {"vace_layers": numbers}, native(VACE))
+
+
+def test_block_numbers_are_those_of_the_bases_own_config() -> None:
+    size = tiny(VACE, 4)
+    ours, theirs = config(size) | {"vace_layers": [0, 1, 2, 3]}, native_config(size)
+    assert theirs["vace_layers"] == [0, 1, 2, 3]
+    base = native(VACE, 4)
+    assert told(ours, base, theirs) == []
+    assert told(ours, base, {**theirs, "vace_layers": None}) == []
+    assert told(ours | {"num_layers": 4}, base, {**theirs, "vace_layers": [0, 1, 2, 4]}) == [
+        (
+            "vace_layers",
+            "vace_layers is [0, 1, 2, 3], but the base's own config.json has vace_layers [0, 1, 2, 4]",
+        )
+    ]

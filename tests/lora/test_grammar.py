@@ -16,6 +16,7 @@ from fuselora.lora.grammar import (
     ParsedKey,
     Part,
     Spelling,
+    is_lora_key,
     parse_key,
     spellings,
     unfused_kind,
@@ -199,3 +200,9 @@ def test_the_longer_prefix_comes_off_whole() -> None:
 )
 def test_what_only_looks_like_a_prefix_stays(module: str) -> None:
     assert names(module) == [module]
+
+
+def test_which_keys_show_a_lora() -> None:
+    told = ("x.lora_down.weight", "x.lora_A.default.weight", "x.diff", "x.hada_w1_a", "x.dora_scale")
+    others = ("x.weight", "x.bias", "x.scale", "x.alpha", "blocks.0.modulation", "norm")
+    assert list(filter(is_lora_key, (*told, *others))) == list(told)

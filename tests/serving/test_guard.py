@@ -5,29 +5,22 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from fuselora import synth
 from fuselora.errors import AlreadyFused, MarkerError
 from fuselora.marker import FILE_NAME, JOURNAL_NAME, Marker, read_marker
 from fuselora.pipeline import merge
-from fuselora.serving.guard import AskedLora, StartUp, decide, find_marker, refuse_lost_marker
-from tests.fused_pair import SIZE, Pair, edit_marker, write_high, write_pair
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from fuselora.serving.guard import AskedLora, Found, StartUp, decide, decide_lost, look
+from tests.fused_pair import FUSED, SIZE, Pair, edit_marker, rewritten, shard_of, write_high, write_pair
 
 OPTIONS = "--lora-backend distill and --lora-path"
 HELD = (
     "is fused: it holds high.safetensors on transformer, strength 1; "
     "low.safetensors on transformer_2, strength 0.5"
 )
-FAST_H3 = {"format": "fastvideo-lora-v2", "finetuned_model": "FastVideo/FastH3-preview"}
 
 
 @pytest.fixture(scope="module")
@@ -57,19 +50,23 @@ def marker(folder: Path) -> Marker:
     return found
 
 
+def find_marker(path: Path) -> Marker | None:
+    """The only marker that says what ``path`` is fused with."""
+    markers = look(path).markers
+    assert len(markers) < 2
+    return markers[0] if markers else None
+
+
+def refuse_lost_marker(name: str, path: Path) -> None:
+    lost = look(path).lost
+    if lost is not None:
+        decide_lost(name, lost, adds=True)
+
+
 def policy(folder: Path, values: object) -> Marker:
     """The marker with another policy."""
     edit_marker(folder, lambda document: document.update(policy=values))
     return marker(folder)
-
-
-def rewritten(path: Path, to: Path, metadata: Mapping[str, str]) -> Path:
-    """The same tensors in another order, with other metadata."""
-    with safe_open(path, framework="pt") as opened:
-        tensors = {name: opened.get_tensor(name) for name in reversed(list(opened.keys()))}
-    save_file(tensors, to, dict(metadata))
-    assert to.read_bytes() != path.read_bytes()
-    return to
 
 
 def test_a_server_without_a_lora_is_told_what_is_fused(pair: Pair) -> None:
@@ -183,13 +180,19 @@ def test_what_cannot_be_compared_is_said(out: Path, tmp_path: Path) -> None:
     assert decide(allowing, StartUp("wan", unseen, True, OPTIONS)).warning
 
 
-def test_fast_h3_is_fused_whatever_the_backend(out: Path, other: Path, tmp_path: Path) -> None:
-    released = rewritten(other, tmp_path / "fasth3.safetensors", FAST_H3)
-    with pytest.raises(AlreadyFused, match="distill_lora in the policy"):
-        decide(marker(out), start(released, fuses=False))
-    for changed in ({"finetuned_model": "me/fasth3"}, {"finetuned_model": "FastVideo/x"}, {"format": "v1"}):
-        mine = rewritten(other, tmp_path / "mine.safetensors", FAST_H3 | changed)
-        assert decide(marker(out), start(mine, fuses=False)).line.endswith("be added")
+@pytest.mark.parametrize("fuses", [True, False])
+def test_a_file_that_cannot_be_read_hides_no_listed_one(
+    pair: Pair, out: Path, tmp_path: Path, fuses: bool
+) -> None:
+    pointer = tmp_path / "a.safetensors"
+    pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    folder = AskedLora("folder", (pointer, tmp_path / "gone.safetensors", pair.low))
+    found = policy(out, {"distill_lora": "allow", "dynamic_lora": "allow"})
+    with pytest.raises(AlreadyFused, match=r"folder is low\.safetensors on transformer_2, strength 0\.5"):
+        decide(found, StartUp("wan", (folder,), fuses, OPTIONS))
+    admission = decide(found, StartUp("wan", (AskedLora("folder", (pointer,)),), fuses, OPTIONS))
+    assert admission.warning
+    assert f"folder was not compared: {pointer}: " in admission.line
 
 
 def test_names_forge_no_lines(pair: Pair, tmp_path: Path) -> None:
@@ -199,6 +202,33 @@ def test_names_forge_no_lines(pair: Pair, tmp_path: Path) -> None:
     with pytest.raises(AlreadyFused) as refused:
         decide(marker(out), start(strange))
     assert not any(line.startswith("INFO") for line in refused.value.message.splitlines())
+
+
+FORGED = "a\nINFO forged\x1b[2J\u202e"
+ESCAPED = "a\\nINFO forged\\x1b[2J\\u202e"
+
+
+def test_names_of_what_cannot_be_compared_forge_no_lines(out: Path, tmp_path: Path) -> None:
+    lora = AskedLora("lora", (tmp_path / FORGED,))
+    line = decide(marker(out), StartUp("wan", (lora,))).line
+    assert f"lora was not compared: {tmp_path / ESCAPED}: " in line
+    for text in ("\n", "\x1b", "\u202e"):
+        assert text not in line
+    with pytest.raises(AlreadyFused) as refused:
+        decide(marker(out), StartUp(FORGED, (AskedLora(FORGED, ()),), fuses=True))
+    lines = refused.value.message.splitlines()
+    assert (lines[0].startswith(f"{ESCAPED}: is fused already"), len(lines)) == (True, 3)
+    assert refused.value.hint is not None and f"--base {ESCAPED} --lora" in refused.value.hint
+
+
+def test_names_of_shards_without_a_marker_forge_no_lines(out: Path) -> None:
+    (out / FILE_NAME).unlink()
+    for shard in out.glob("transformer*/*.safetensors"):
+        shard.rename(shard.with_name(f"{FORGED}{shard.name}"))
+    with pytest.raises(MarkerError) as lost:
+        refuse_lost_marker(FORGED, out)
+    assert lost.value.message.startswith(f"{ESCAPED}: fused.json was removed: transformer/{ESCAPED}")
+    assert len(lost.value.message.splitlines()) == 1
 
 
 def test_the_marker_of_a_folder_of_a_part_of_it_and_of_a_file_in_it(pair: Pair, out: Path) -> None:
@@ -249,8 +279,10 @@ def test_a_marker_of_an_unknown_major_version_is_an_error(out: Path) -> None:
 
 def test_an_unfinished_folder_is_an_error(out: Path) -> None:
     (out / FILE_NAME).rename(out / JOURNAL_NAME)
-    with pytest.raises(MarkerError, match="unfinished"):
-        find_marker(out)
+    shard = shard_of(out, "transformer", FUSED)
+    for path in (out, out / "transformer", Path(shutil.copy(shard, out / "model.safetensors"))):
+        with pytest.raises(MarkerError, match="unfinished"):
+            find_marker(path)
 
 
 def test_a_lost_marker_lets_no_lora_in(pair: Pair, out: Path) -> None:
@@ -275,3 +307,103 @@ def _is_refused(path: Path) -> bool:
 def test_a_file_of_another_format_has_lost_no_marker(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(600))
     refuse_lost_marker("model", tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("foreign", [b'{"other": "tool"}', b"{", None])
+def test_a_foreign_file_beside_a_folder_is_not_its_marker(
+    pair: Pair, tmp_path: Path, foreign: bytes | None
+) -> None:
+    base = Path(shutil.copytree(pair.base, tmp_path / "models" / "wan"))
+    if foreign is None:
+        (tmp_path / "models" / FILE_NAME).mkdir()
+    else:
+        (tmp_path / "models" / FILE_NAME).write_bytes(foreign)
+    for path in (base, base / "transformer", next(base.glob("transformer/*.safetensors"))):
+        assert look(path) == Found()
+    (base / "transformer" / FILE_NAME).symlink_to(tmp_path / "models" / FILE_NAME)
+    assert look(base) == Found()
+
+
+def test_a_broken_marker_beside_a_fused_file_is_an_error(pair: Pair, tmp_path: Path) -> None:
+    shutil.copy(shard_of(pair.out, "transformer", FUSED), tmp_path / "wan.safetensors")
+    (tmp_path / FILE_NAME).write_bytes(b"{")
+    with pytest.raises(MarkerError, match=r"fused\.json"):
+        look(tmp_path / "wan.safetensors")
+
+
+def test_links_are_followed_as_the_system_follows_them(pair: Pair, tmp_path: Path) -> None:
+    link = tmp_path / "links" / "t"
+    link.parent.mkdir()
+    link.symlink_to(pair.out / "transformer")
+    for path in (link, link / "..", link / ".." / "transformer_2"):
+        found = find_marker(path)
+        assert found is not None
+        assert found.fingerprint == marker(pair.out).fingerprint
+
+
+@pytest.fixture(scope="module")
+def component(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The base's transformer, fused with the high LoRA as a checkpoint of its own."""
+    return merge(pair.base / "transformer", [str(pair.high)], tmp_path_factory.mktemp("part") / "out").out
+
+
+@pytest.fixture(params=["copied", "linked"])
+def assembled(pair: Pair, component: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """The base with that component in the place of its own."""
+    folder = Path(shutil.copytree(pair.base, tmp_path / "assembled"))
+    shutil.rmtree(folder / "transformer")
+    if request.param == "copied":
+        shutil.copytree(component, folder / "transformer")
+    else:
+        (folder / "transformer").symlink_to(component)
+    return folder
+
+
+def test_the_markers_of_fused_components(pair: Pair, component: Path, assembled: Path, other: Path) -> None:
+    found = find_marker(assembled)
+    assert found is not None
+    assert found.fingerprint == marker(component).fingerprint
+    assert look(assembled).lost is None
+    with pytest.raises(AlreadyFused, match="a second time"):
+        decide(found, start(pair.high))
+    assert decide(found, start(other, fuses=False)).line.endswith(f"its policy lets {other} be added")
+
+
+def test_a_component_with_a_marker_and_one_that_lost_it(pair: Pair, component: Path, assembled: Path) -> None:
+    shutil.rmtree(assembled / "transformer_2")
+    shutil.copytree(pair.out / "transformer_2", assembled / "transformer_2")
+    found = look(assembled)
+    assert [one.fingerprint for one in found.markers] == [marker(component).fingerprint]
+    assert found.lost is not None
+    assert found.lost.startswith(f"{FILE_NAME} was removed: transformer_2/")
+
+
+def test_a_component_linked_from_a_fused_folder_has_its_marker(pair: Pair, tmp_path: Path) -> None:
+    base = Path(shutil.copytree(pair.base, tmp_path / "base"))
+    shutil.rmtree(base / "transformer")
+    (base / "transformer").symlink_to(pair.out / "transformer")
+    found = look(base)
+    assert [one.fingerprint for one in found.markers] == [marker(pair.out).fingerprint]
+    assert found.lost is None
+
+
+@pytest.mark.parametrize("name", [FILE_NAME, JOURNAL_NAME])
+def test_a_component_with_a_broken_marker_or_unfinished_is_an_error(
+    pair: Pair, tmp_path: Path, name: str
+) -> None:
+    base = Path(shutil.copytree(pair.base, tmp_path / "base"))
+    if name == FILE_NAME:
+        shutil.copy(shard_of(pair.out, "transformer", FUSED), base / "transformer")
+    (base / "transformer" / name).write_bytes(b"{")
+    with pytest.raises(MarkerError):
+        look(base)
+
+
+def test_a_lost_marker_without_a_lora_is_a_warning(pair: Pair, out: Path) -> None:
+    (out / FILE_NAME).unlink()
+    lost = look(out).lost
+    assert lost is not None
+    admission = decide_lost("wan", lost, adds=False)
+    assert admission.warning
+    assert admission.line.startswith("wan: fused.json was removed: transformer/")
+    assert admission.line.endswith("No LoRA is asked for, so it is served.")

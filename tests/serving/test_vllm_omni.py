@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 from enum import Enum
 from importlib.metadata import entry_points
@@ -16,10 +17,12 @@ from typing import Any
 import pytest
 
 from fuselora.errors import AlreadyFused, HubError, MarkerError
-from fuselora.marker import FILE_NAME
+from fuselora.marker import FILE_NAME, JOURNAL_NAME
 from fuselora.serving import vllm_omni as plugin
-from tests.fused_pair import Pair, write_high, write_pair
+from tests.fused_pair import Pair, rewritten, write_high, write_pair
 from tests.test_light_imports import foreign, modules_after
+
+FAST_H3 = {"format": "fastvideo-lora-v2", "finetuned_model": "FastVideo/FastH3-preview"}
 
 
 class Backend(str, Enum):
@@ -150,12 +153,70 @@ def test_a_folder_given_to_the_fusing_backend_is_compared_by_what_lies_in_it(
         plugin.guard(asked)
 
 
-def test_a_lost_marker_matters_where_a_lora_is_asked_for(pair: Pair, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pickle", plugin.ADAPTER_PICKLES)
+def test_a_pickle_that_the_peft_backend_reads_is_not_compared(
+    pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture, pickle: str
+) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / pickle).write_bytes(b"PK\x03\x04" + bytes(9))
+    write_high(folder / "training_state.safetensors", seed=9)
+    asked = SimpleNamespace(model=str(pair.out), lora_path=str(folder), lora_backend="peft")
+    plugin.guard(asked)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"{folder} was not compared: {folder / pickle}: is not safetensors" in record.getMessage()
+    caplog.clear()
+    write_high(folder / plugin.ADAPTER_WEIGHTS, seed=9)  # where there is one, the pickle is not read
+    plugin.guard(asked)
+    assert not caplog.records
+
+
+def test_a_foreign_file_beside_a_plain_base_stops_no_server(
+    pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = Path(shutil.copytree(pair.base, tmp_path / "wan"))
+    (tmp_path / FILE_NAME).write_text('{"other": "tool"}', encoding="utf-8")
+    for lora in (None, str(pair.low)):
+        plugin.guard(SimpleNamespace(model=str(base), lora_path=lora, lora_backend="distill"))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("backend", ["peft", "distill"])
+def test_fast_h3_is_fused_whatever_the_backend(pair: Pair, tmp_path: Path, backend: str) -> None:
+    other = write_high(tmp_path / "other.safetensors", seed=9)
+    lora = tmp_path / "fasth3.safetensors"
+    asked = SimpleNamespace(model=str(pair.out), lora_path=str(lora), lora_backend=backend)
+    rewritten(other, lora, FAST_H3)
+    with pytest.raises(AlreadyFused, match="distill_lora in the policy"):
+        plugin.guard(asked)
+
+
+@pytest.mark.parametrize(
+    "change", [{"finetuned_model": "me/fasth3"}, {"finetuned_model": "FastVideo/x"}, {"format": "v1"}]
+)
+def test_what_is_almost_fast_h3_is_kept_beside_the_weights(
+    pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture, change: dict[str, str]
+) -> None:
+    lora = tmp_path / "mine.safetensors"
+    rewritten(write_high(tmp_path / "other.safetensors", seed=9), lora, FAST_H3 | change)
+    with caplog.at_level(logging.INFO):
+        plugin.guard(SimpleNamespace(model=str(pair.out), lora_path=str(lora), lora_backend="peft"))
+    assert caplog.messages[0].endswith(f"its policy lets {lora} be added")
+
+
+def test_a_lost_marker_refuses_a_lora_and_is_a_warning_without_one(
+    pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     out = pair.copy(tmp_path / "out")
     (out / FILE_NAME).unlink()
     with pytest.raises(MarkerError, match="carries the fingerprint of a fusion"):
         plugin.guard(SimpleNamespace(model=str(out), lora_path=str(pair.low), lora_backend="distill"))
+    caplog.clear()
     plugin.guard(SimpleNamespace(model=str(out), lora_path=None))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith(f"fuselora: {out}: {FILE_NAME} was removed: transformer/")
     plugin.guard(SimpleNamespace(model=str(pair.base), lora_path=str(pair.low), lora_backend="distill"))
 
 
@@ -182,3 +243,18 @@ def test_a_model_that_is_not_here_and_not_on_a_hub(pair: Pair, caplog: pytest.Lo
     caplog.clear()
     plugin.guard(SimpleNamespace(model="org/name"))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_names_forge_no_lines_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plugin.guard(SimpleNamespace(model="org/a\nINFO forged"))
+    with pytest.raises(HubError):
+        plugin.guard(SimpleNamespace(model="org/a\nINFO forged", lora_path="a"))
+    unfinished = tmp_path / "b\nINFO forged"
+    unfinished.mkdir()
+    (unfinished / JOURNAL_NAME).touch()
+    with pytest.raises(MarkerError):
+        plugin.guard(SimpleNamespace(model=str(unfinished)))
+    assert [record.levelname for record in caplog.records] == ["WARNING", "ERROR", "ERROR"]
+    for message in caplog.messages:
+        assert "\\nINFO forged" in message
+        assert not any(line.startswith("INFO") for line in message.splitlines())

@@ -270,7 +270,7 @@ def test_a_broken_marker_or_an_unfinished_folder_is_an_error(
 
 
 @pytest.mark.usefixtures("guarded")
-def test_a_lost_marker_is_an_error_where_a_lora_is_asked_for(
+def test_a_lost_marker_is_an_error_where_a_lora_is_asked_for_and_else_a_warning(
     folders: Folders, logged: list[logging.LogRecord], tmp_path: Path
 ) -> None:
     out = folders.copy(tmp_path / "out")
@@ -279,7 +279,9 @@ def test_a_lost_marker_is_an_error_where_a_lora_is_asked_for(
         engine.load(out, loras=folders.loras)
     logged.clear()
     assert not engine.load(out).lora_is_fused
-    assert not ours(logged)
+    ((level, line),) = ours(logged)
+    assert level == "WARNING"
+    assert line.startswith(f"fuselora: {out}: {FILE_NAME} was removed: transformer/")
 
 
 class WarmRestore:
@@ -460,6 +462,23 @@ def test_a_peft_lora_at_startup_passes_unless_it_is_fused_already(
             engine.load(out, loras=(lora,), backend="peft")
 
 
+@pytest.mark.usefixtures("guarded")
+def test_a_peft_lora_that_is_read_from_a_pickle_was_not_compared(
+    folders: Folders, adapter: Path, logged: list[logging.LogRecord]
+) -> None:
+    weights = adapter / "adapter_model.safetensors"
+    torch.save(load_file(weights), adapter / "adapter_model.bin")
+    weights.unlink()
+    save_file({"step": torch.ones(1)}, adapter / "training_state.safetensors")
+    own = engine.loader(folders.out, loras=(adapter,), backend="peft")
+    manager = worker_of(engine.load_with(own), own.od_config).lora_manager
+    assert isinstance(manager, DiffusionLoRAManager)
+    assert manager.list_adapters()
+    ((level, line),) = ours(logged)
+    assert level == "WARNING"
+    assert f"{adapter} was not compared: {adapter / 'adapter_model.bin'}: " in line
+
+
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """A Hub of the engine's own, and an empty cache."""
@@ -525,6 +544,44 @@ def test_the_marker_of_the_revision_that_is_asked_for(folders: Folders, hub: Hub
         plugin.guard(asked)
 
 
+def add_revisions(hub: HubServer, main: Path, plain: Path) -> Any:
+    """A repository, and its files at the revision "plain"."""
+    hub.add(REPO, main)
+    hub.add_branch(REPO, "plain", plain)
+    return REPO
+
+
+def test_without_the_guard_weights_of_the_default_revision_are_fused_twice(
+    folders: Folders, hub: HubServer
+) -> None:
+    repo = add_revisions(hub, main=folders.out, plain=folders.base)
+    once, twice = engine.load(folders.out), engine.load(repo, loras=folders.loras, revision="plain")
+    for component, lora in zip(EXPERTS, folders.loras, strict=True):
+        assert_added(held(once, component), held(twice, component), lora)
+
+
+@pytest.mark.usefixtures("guarded")
+@pytest.mark.parametrize("fused", ["main", "plain"])
+def test_a_revision_is_guarded_and_the_default_one_too(folders: Folders, hub: HubServer, fused: str) -> None:
+    main, plain = (folders.out, folders.base) if fused == "main" else (folders.base, folders.out)
+    repo = add_revisions(hub, main, plain)
+    with pytest.raises(AlreadyFused, match=f"{REPO}: is fused already"):
+        engine.load(repo, loras=folders.loras, revision="plain")
+
+
+def test_offline_a_revision_that_is_not_in_the_cache_cannot_be_loaded(
+    folders: Folders, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_revisions(hub, main=folders.out, plain=folders.base)
+    huggingface_hub.snapshot_download(REPO, revision="plain")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    asked = asked_of(REPO, folders.loras)
+    with pytest.raises(HubError):
+        plugin.guard(asked)
+    asked.revision = "plain"
+    plugin.guard(asked)
+
+
 @pytest.mark.parametrize("fails", ["with 401", "with no answer"])
 def test_a_hub_that_fails_lets_no_lora_be_fused_and_stops_no_other_server(
     folders: Folders,
@@ -575,6 +632,38 @@ def test_shards_in_the_cache_tell_of_a_marker_that_was_not_uploaded(
     huggingface_hub.snapshot_download(REPO)
     with pytest.raises(MarkerError, match="carries the fingerprint of a fusion"):
         plugin.guard(asked_of(REPO, folders.loras))
+
+
+@pytest.mark.usefixtures("guarded")
+def test_shards_on_the_hub_tell_of_a_marker_that_was_not_uploaded(
+    folders: Folders, hub: HubServer, logged: list[logging.LogRecord], tmp_path: Path
+) -> None:
+    out = folders.copy(tmp_path / "out")
+    (out / FILE_NAME).unlink()
+    hub.add(REPO, out)
+    repo: Any = REPO
+    with pytest.raises(MarkerError, match=r"transformer/.*\.safetensors carries the fingerprint of a fusion"):
+        engine.load(repo, loras=folders.loras)
+    hub.seen.clear()
+    logged.clear()
+    plugin.guard(asked_of(REPO, ()))  # headers are fetched only where they can matter
+    assert not [path for path in hub.fetched(REPO) if path.endswith(".safetensors")]
+    assert not ours(logged)
+    engine.load(repo)
+    plugin.guard(asked_of(REPO, ()))
+    ((level, line),) = ours(logged)
+    assert level == "WARNING"
+    assert line.startswith(f"fuselora: {REPO}: {FILE_NAME} was removed: transformer/")
+
+
+def test_a_header_that_cannot_be_read_on_the_hub_is_no_fused_one(
+    folders: Folders, hub: HubServer, tmp_path: Path
+) -> None:
+    base = Path(shutil.copytree(folders.base, tmp_path / "base"))
+    (base / "broken.safetensors").write_bytes(b"\xff" * 100)
+    hub.add(REPO, base)
+    plugin.guard(asked_of(REPO, folders.loras))
+    assert "broken.safetensors" in hub.fetched(REPO)
 
 
 def test_modelscope_is_asked_where_the_engine_asks_it(

@@ -11,9 +11,10 @@ from collections import deque
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from fuselora.check_report import Finding
-from fuselora.filenames import BESIDE, is_index, is_private, is_weight_file
+from fuselora.check.report import Finding
+from fuselora.filenames import BESIDE, DOCUMENT_NAMES, is_index, is_private, is_weight_file
 from fuselora.marker import FILE_NAME
+from fuselora.specs import PIPELINE_COMPONENTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,13 +24,15 @@ if TYPE_CHECKING:
 MAX_ENTRIES = 100_000  # a pipeline has some dozens
 # Of the root, which people share with loaders, these are read: model_index.json by every pipeline.
 ROOT_NAMES = ("model_index.json", "config.json")
-DOCUMENTS = ("README", "LICENSE", "LICENCE", "NOTICE")
 
 
 def stray_findings(folder: Path, marker: Marker) -> Iterator[Finding]:
     """Weight files and indexes anywhere; other files where loaders read some; links to folders.
 
-    Left alone: what hides behind a dot, what ``git`` and ``huggingface_hub`` keep for themselves,
+    A folder that is called as a component and has nothing listed in it as well, whatever it holds: its
+    name alone can make an engine build another model.
+
+    Left alone: hidden files that are no weights, what ``git`` and ``huggingface_hub`` keep for themselves,
     documents, other files of the root, and all but weights beside the components' own where the marker
     lists weights alone (``--assets skip``: the rest is for others to add).
     """
@@ -44,6 +47,8 @@ def stray_findings(folder: Path, marker: Marker) -> Iterator[Finding]:
         home = str(PurePosixPath(path).parent)
         if kind == "unreadable":
             yield Finding("unreadable", path, "is a folder that cannot be searched")
+        elif path in PIPELINE_COMPONENTS and not any(name.startswith(f"{path}/") for name in listed):
+            yield Finding("stray", path, f"is called as a component, and {FILE_NAME} lists nothing in it")
         elif weights_only and home not in homes:
             continue
         elif kind == "link":
@@ -63,7 +68,7 @@ def _file_findings(path: str, home: str, known: set[str], *, weights_only: bool)
 def _is_read(name: str, home: str) -> bool:
     if home == ".":
         return name in ROOT_NAMES or name.endswith(".py")
-    return not name.startswith((".", *DOCUMENTS)) and not name.endswith(".md")
+    return not name.startswith((".", *DOCUMENT_NAMES)) and not name.endswith(".md")
 
 
 def _folders(paths: Iterator[str] | set[str]) -> set[str]:

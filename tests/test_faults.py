@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fuselora.checks import ALLOWED, ZERO_VALUED, Checked, check, is_zero
 from fuselora.errors import Fault, Refused
+from fuselora.families import Family
+from fuselora.faults import ALLOWED, ZERO_VALUED, Checked, check, is_zero
 from fuselora.marker import FINGERPRINT_KEY, encode
 from fuselora.match import match
 from fuselora.specs import AlphaSpec, LoraSpec, Request
@@ -447,3 +448,39 @@ def test_matchings_keep_their_order(tmp_path: Path) -> None:
         "b.safetensors",
     ]
     assert matched(adapters[0], base).hits[0].alpha is None
+
+
+# What a LoRA is named for
+
+
+@pytest.mark.parametrize(
+    ("models", "source", "said"),
+    [
+        (("Wan2.1-T2V-14B",), "wan_i2v_480p.safetensors", "I2V"),
+        (("Wan2.1-I2V-14B",), "Wan21_T2V_14B_rank64.safetensors", "T2V"),
+        (("Wan2.2-T2V-A14B",), "Lightning/Wan2.2-I2V-A14B-4steps-V1/high_noise_model.safetensors", "I2V"),
+        (("Wan2.2-T2V-A14B",), "hf://lightx2v/Wan2.2-I2V-Lightning/high.safetensors", "I2V"),
+        (("Wan2.2-I2V-A14B",), "i2v/t2v.safetensors", "T2V"),
+        (("Wan2.2-I2V-A14B",), "t2v/i2v.safetensors", None),
+        (("Wan2.2-I2V-A14B",), "lightx2v/x.safetensors", None),
+        (("Wan2.1-T2V-14B",), "t2v_and_i2v.safetensors", None),
+        (("Wan2.1-T2V-14B",), "wan_ti2v_5b.safetensors", None),
+        (("Wan2.1-T2V-14B", "Wan2.1-I2V-14B"), "i2v.safetensors", None),
+        (("Wan2.1-VACE-14B",), "t2v.safetensors", None),
+        ((), "i2v.safetensors", None),
+    ],
+)
+def test_a_lora_named_for_another_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: tuple[str, ...], source: str, said: str | None
+) -> None:
+    monkeypatch.setattr(Family, "models_of", lambda *_: models)
+    base = two_experts(tmp_path / "base", BASE)
+    assert base.family is not None
+    path = tmp_path / Path(source).name
+    found = checked(base, open_lora(path, pair(Q), spec=LoraSpec(source, component="all")))
+    assert found.faults == ()
+    expected = (
+        f"{path.name}: is named for {said}, and the base is {models[0]}; the shapes fit" if said else None
+    )
+    assert [notice.message for notice in found.notices] == ([expected] if expected else [])
+    assert codes(found) == (["task_name"] if said else [])

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from fuselora.check import folder as folder_module
+from fuselora.check.folder import SMALL_BYTES, check
 from fuselora.digest import sha256_file
 from fuselora.errors import FormatError, InputError
-from fuselora.integrity import SMALL_BYTES, check
 from fuselora.marker import COMPONENT_KEY, FILE_NAME, FINGERPRINT_KEY, JOURNAL_NAME
 from tests.marked import (
     CONFIG,
@@ -52,7 +53,7 @@ def test_a_whole_folder_is_ok(out: Path, digest: bool) -> None:
     report = check(out, digest=digest)
     assert report.findings == ()
     assert (report.fused, report.whole, report.ok, report.already_fused) == (True, True, True, ())
-    assert report.artifact == (load(out)["artifact"] if digest else None)
+    assert report.artifact == load(out)["artifact"]
 
 
 def test_a_plain_folder_is_not_fused(tmp_path: Path) -> None:
@@ -71,6 +72,36 @@ def test_a_removed_marker_is_seen_in_the_shards(out: Path) -> None:
     assert FUSED_SHARD in report.findings[0].message
 
 
+def test_a_component_of_a_fused_folder_is_told_where_the_marker_is(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = check(out / "transformer")
+    assert (report.fused, report.whole, report.ok) == (True, False, False)
+    assert codes(report) == {("elsewhere", FILE_NAME)}
+    assert report.findings[0].message.startswith(f"is not here but in {out}; {Path(FUSED_SHARD).name}")
+    assert report.findings[0].hint == "Check the folder that holds fused.json."
+    monkeypatch.chdir(out / "transformer")
+    assert codes(check(".")) == {("elsewhere", FILE_NAME)}
+
+
+@pytest.mark.parametrize("kind", ["copy", "link", "link to a component"])
+def test_a_fused_component_in_a_pipeline_is_named(out: Path, tmp_path: Path, kind: str) -> None:
+    pipeline, part = tmp_path / "pipeline", tmp_path / "pipeline" / "transformer"
+    pipeline.mkdir()
+    if kind == "link to a component":
+        part.symlink_to(out / "transformer")
+    else:
+        shutil.copy(out / FILE_NAME, out / "transformer")
+        if kind == "link":
+            part.symlink_to(out / "transformer")
+        else:
+            shutil.copytree(out / "transformer", part)
+    home = out if kind == "link to a component" else part
+    report = check(pipeline)
+    assert codes(report) == {("elsewhere", FILE_NAME)}
+    assert report.findings[0].message.startswith(f"is not here but in {home}; transformer/")
+
+
 def test_a_broken_shard_does_not_hide_a_removed_marker(out: Path) -> None:
     (out / FILE_NAME).unlink()
     (out / "a.safetensors").write_bytes(b"junk")
@@ -85,11 +116,30 @@ def test_a_broken_marker_is_a_finding(out: Path) -> None:
     assert (report.fused, report.ok) == (True, False)
 
 
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [("marker", "{"), ("version", '{"schema": "fuselora.fused/2.0", "lora_is_fused": true}')],
+)
+def test_a_broken_marker_is_a_marker_without_a_fused_shard_too(tmp_path: Path, code: str, text: str) -> None:
+    (tmp_path / FILE_NAME).write_text(text)
+    report = check(tmp_path)
+    assert codes(report) == {(code, FILE_NAME)}
+    assert (report.fused, report.whole, report.ok) == (True, False, False)
+    assert next(report.lines(tmp_path)) == f"{tmp_path}: fused, but not whole"
+
+
 def test_an_unfinished_folder_is_a_finding(out: Path) -> None:
     (out / FILE_NAME).rename(out / JOURNAL_NAME)
     report = check(out)
     assert codes(report) == {("unfinished", JOURNAL_NAME)}
     assert not report.ok
+
+
+def test_an_unfinished_folder_without_a_fused_shard_is_not_fused(tmp_path: Path) -> None:
+    (tmp_path / JOURNAL_NAME).touch()
+    report = check(tmp_path)
+    assert codes(report) == {("unfinished", JOURNAL_NAME)}
+    assert (report.fused, report.ok) == (False, False)
 
 
 @pytest.mark.parametrize("digest", [False, True])
@@ -207,12 +257,21 @@ def test_a_shard_without_fused_tensors_may_not_carry_another_fingerprint(out: Pa
     assert check(out).ok
 
 
-def test_changed_weights_are_found_by_digest_only(out: Path) -> None:
+@pytest.mark.parametrize("digest", [False, True])
+def test_changed_weights_are_found(out: Path, digest: bool) -> None:
     (out / FUSED_SHARD).write_bytes((out / FUSED_SHARD).read_bytes().replace(b"aaaa", b"zzzz"))
-    assert check(out).ok
-    report = check(out, digest=True)
+    report = check(out, digest=digest)
     assert codes(report) == {("content", FUSED_SHARD)}
     assert report.artifact not in (None, load(out)["artifact"])
+
+
+def test_changed_weights_of_a_large_shard_are_found_by_digest_only(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_module, "SMALL_BYTES", (out / FUSED_SHARD).stat().st_size)
+    (out / FUSED_SHARD).write_bytes((out / FUSED_SHARD).read_bytes().replace(b"aaaa", b"zzzz"))
+    assert check(out).ok
+    assert codes(check(out, digest=True)) == {("content", FUSED_SHARD)}
 
 
 @pytest.mark.parametrize("text", ['{"dim": 8}', '{"dim": 16}'])
@@ -309,6 +368,43 @@ def test_a_folder_in_the_hub_cache_may_link_to_its_blobs(out: Path, tmp_path: Pa
         assert codes(check(snapshot)) == {("outside", CONFIG)}
 
 
+def test_the_blobs_of_the_hub_cache_may_lie_on_another_disk(out: Path, tmp_path: Path) -> None:
+    repository, blobs = tmp_path / "models--me--fused", tmp_path / "disk"
+    snapshot = repository / "snapshots" / "0123"
+    shutil.copytree(out, snapshot)
+    blobs.mkdir()
+    (repository / "blobs").symlink_to(blobs)
+    (snapshot / CONFIG).rename(blobs / "1")
+    (snapshot / CONFIG).symlink_to("../../../blobs/1")
+    assert check(snapshot).ok
+
+
+@pytest.mark.parametrize("name", ["README.md", "LICENSE", "LICENSE.txt", ".gitattributes", "sample.PNG"])
+def test_documents_in_the_root_may_change(out: Path, name: str) -> None:
+    (out / name).write_text("the base's")
+    document = load(out)
+    document["side_files"].append(entry(out, name))
+    store(out, document | {"artifact": artifact_of(document)})
+    assert check(out, digest=True).artifact == artifact_of(document)
+    for text in ("our own", "the b_se's"):
+        (out / name).write_text(text)
+        report = check(out, digest=True)
+        assert report.ok and report.artifact != artifact_of(document)
+    (out / name).unlink()
+    assert check(out, digest=True).ok
+
+
+@pytest.mark.parametrize("name", ["tokenizer/README.md", "README.safetensors", "model_index.json"])
+def test_other_files_may_not(out: Path, name: str) -> None:
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).write_text("the base's")
+    document = load(out)
+    document["side_files"].append(entry(out, name))
+    store(out, document | {"artifact": artifact_of(document)})
+    (out / name).write_text("our own")
+    assert codes(check(out)) == {("size", name)}
+
+
 def test_what_is_not_a_file_is_found_and_not_opened(out: Path) -> None:
     (out / CONFIG).unlink()
     os.mkfifo(out / CONFIG)
@@ -375,6 +471,49 @@ def test_a_lora_that_cannot_be_read_is_an_error(out: Path, tmp_path: Path) -> No
         check(out, loras=[tmp_path / "absent.safetensors"])
 
 
+@pytest.mark.parametrize("key", ["decoder.conv.weight", "decoder.act.alpha", "conv.bias", ""])
+def test_a_file_without_a_lora_is_an_error(out: Path, tmp_path: Path, key: str) -> None:
+    write_safetensors(tmp_path / "vae.safetensors", {key: b"abcd"} if key else {}, {})
+    with pytest.raises(FormatError, match=r"vae\.safetensors: is no LoRA: (none of its 1 tensors|empty)"):
+        check(out, loras=[tmp_path / "vae.safetensors"])
+
+
+@pytest.mark.parametrize("key", ["to_q.lora_up.weight", "to_q.dora_scale", "to_q.diff_b", "to_q.hada_w1_a"])
+def test_any_kind_of_lora_is_one(out: Path, tmp_path: Path, key: str) -> None:
+    write_safetensors(tmp_path / "x.safetensors", {"to_q.weight": b"abcd", key: b"abcd"}, {})
+    assert check(out, loras=[tmp_path / "x.safetensors"]).ok
+
+
+def test_what_the_policy_says_of_other_loras_is_said(out: Path, tmp_path: Path) -> None:
+    store(out, changed(load(out), "policy", {"distill_lora": "warn"}))
+    report = check(out, loras=[write_lora(tmp_path / "x.safetensors", first=b"zzzz")])
+    assert "the policy for other LoRAs: distill_lora warn, dynamic_lora allow" in "\n".join(report.lines(out))
+    assert report.document()["policy"] == {"distill_lora": "warn", "dynamic_lora": "allow"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ({"distill_lora": "bogus"}, "has the policy distill_lora 'bogus'; it is one of refuse, warn, allow"),
+        ({"dynamic_lora": ["x"]}, "has the policy dynamic_lora ['x']"),
+        ({"distil_lora": "refuse"}, "has a policy for 'distil_lora', which does not exist"),
+        ("refuse all", "has the policy distill_lora 'refuse all'"),
+    ],
+)
+def test_a_misspelled_policy_is_found(out: Path, policy: object, said: str) -> None:
+    store(out, changed(load(out), "policy", policy))
+    report = check(out)
+    assert codes(report) == {("policy", FILE_NAME)}
+    assert report.findings[0].message.startswith(said)
+    assert "distill_lora and dynamic_lora are each one of refuse" in report.findings[0].hint
+
+
+def test_a_newer_marker_may_have_more_policies(out: Path) -> None:
+    policy = {"distill_lora": "refuse", "new": "refuse"}
+    store(out, load(out) | {"schema": "fuselora.fused/1.7", "policy": policy})
+    assert check(out).ok
+
+
 # --- a file in the place of a folder ---------------------------------------------------------------
 
 
@@ -400,3 +539,19 @@ def test_a_shard_in_its_place_names_the_folder_to_check(out: Path, monkeypatch: 
 def test_another_file_is_for_inspect(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(b"junk")
     assert "What a file is, fuselora inspect says." in hint_about(tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("name", ["my-org/wan-fused", "hf://my-org/wan-fused"])
+def test_a_hub_repository_is_to_be_fetched(name: str) -> None:
+    with pytest.raises(InputError, match="is not a folder: nothing has that name") as caught:
+        check(name)
+    hub = "of a Hub repository: hf download my-org/wan-fused --local-dir wan-fused"
+    assert caught.value.message.startswith(f"{name}: ")
+    assert caught.value.hint == f"check takes a folder on this machine; {hub}"
+
+
+@pytest.mark.parametrize("name", ["wan-fused", "../wan-fused", "a/b/c", "/absent"])
+def test_what_is_no_repository_is_just_not_there(name: str) -> None:
+    with pytest.raises(InputError) as caught:
+        check(name)
+    assert caught.value.hint == "Name the folder that fuselora merge wrote."

@@ -3,54 +3,62 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
-from fuselora.check_report import CheckReport, Code, Finding, LoraOutcome
+from fuselora.check.layout import layout_note
+from fuselora.check.report import CheckReport, Code, Finding, LoraOutcome
+from fuselora.check.strays import stray_findings
 from fuselora.digest import artifact_digest, content_sha256, sha256_file, tagged
-from fuselora.errors import InputError, MarkerError
+from fuselora.errors import FormatError, InputError, MarkerError
+from fuselora.fields import short
+from fuselora.filenames import is_document
 from fuselora.header import read_header
+from fuselora.lora.grammar import is_lora_key
 from fuselora.marker import (
     COMPONENT_KEY,
     FILE_NAME,
     FINGERPRINT_KEY,
     JOURNAL_NAME,
+    POLICY,
+    POLICY_VALUES,
     FileRecord,
     Marker,
     read_marker,
 )
 from fuselora.reading import reading
 from fuselora.selection import adapter_weights
-from fuselora.strays import stray_findings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["SMALL_BYTES", "CheckReport", "Finding", "LoraOutcome", "check", "lora_outcomes"]
-
-SMALL_BYTES = 64 << 20  # side files below this, tokenizers too, are read and compared even without ``digest``
+SMALL_BYTES = 64 << 20  # files below this are read and compared even without ``digest``
 
 
 def check(folder: Path | str, *, loras: Sequence[Path] = (), digest: bool = False) -> CheckReport:
-    """Compare a folder with its ``fused.json``: files, sizes, headers, fingerprints, small digests.
+    """Compare a folder with its ``fused.json``: files, sizes, headers, fingerprints.
 
-    ``digest`` reads every listed file. Each of ``loras`` is compared by content, so a renamed or
-    re-saved file is recognised. What does not hold is a finding, a broken marker too; raises
-    ``InputError`` if ``folder`` is not a folder or one of ``loras`` is neither a safetensors file nor
-    an adapter folder.
+    Files under 64 MiB are read whole, and with ``digest`` every listed file. Each of ``loras``, a
+    safetensors file or an adapter folder, is compared by content, so one that was renamed, or saved again
+    with the same dtype and keys, is recognised. What does not hold is a finding, a broken marker too;
+    raises ``InputError`` if ``folder`` is not a folder or one of ``loras`` is no LoRA.
     """
     folder = Path(folder)
+    for path in loras:
+        _require_lora(path)
     try:
         marker = read_marker(folder)
     except MarkerError as error:
         return _unmarked(folder, _marker_finding(error), loras)
     except InputError as error:
-        error.hint = _hint_about_file(folder) or error.hint
+        error.hint = _hint_about_file(folder) or _hint_about_hub(folder) or error.hint
+        error.message = re.sub("^hf:/(?!/)", "hf://", error.message)  # a path has lost a slash
         raise
     if marker is None:
         return _unmarked(folder, Finding("no-marker", FILE_NAME, "is not there"), loras)
@@ -62,7 +70,8 @@ def check(folder: Path | str, *, loras: Sequence[Path] = (), digest: bool = Fals
         *stray_findings(folder, marker),
     ]
     outcomes = lora_outcomes(marker, loras)
-    return CheckReport(True, marker, tuple(findings), outcomes, _artifact(marker, examined))
+    artifact, note = _artifact(marker, examined), layout_note(folder, marker)
+    return CheckReport(True, marker, tuple(findings), outcomes, artifact, note)
 
 
 def lora_outcomes(marker: Marker | None, loras: Iterable[Path]) -> tuple[LoraOutcome, ...]:
@@ -81,9 +90,27 @@ def lora_outcomes(marker: Marker | None, loras: Iterable[Path]) -> tuple[LoraOut
 
 def _content_of(lora: Path) -> str:
     with reading(lora):
-        if lora.is_dir():
-            lora /= adapter_weights([entry.name for entry in lora.iterdir()], str(lora))
-        return content_sha256(lora)
+        return content_sha256(_weights_of(lora))
+
+
+def _weights_of(lora: Path) -> Path:
+    return (
+        lora / adapter_weights([entry.name for entry in lora.iterdir()], str(lora)) if lora.is_dir() else lora
+    )
+
+
+def _require_lora(lora: Path) -> None:
+    """Raises ``FormatError`` for a file without a tensor that has a LoRA's name."""
+    with reading(lora):
+        names = [tensor.name for tensor in read_header(_weights_of(lora)).tensors]
+    if not any(map(is_lora_key, names)):
+        found = (
+            f"none of its {len(names)} tensors has a LoRA's name; one is {short(names[0])}"
+            if names
+            else "empty"
+        )
+        hint = "Name a LoRA: other weights are never in it."
+        raise FormatError(f"{lora}: is no LoRA: {found}", hint=hint, path=str(lora))
 
 
 def _hint_about_file(path: Path) -> str | None:
@@ -99,6 +126,15 @@ def _hint_about_file(path: Path) -> str | None:
     return f"{name} What a file is, fuselora inspect says."
 
 
+def _hint_about_hub(path: Path) -> str | None:
+    """Of what could be a repository: how to fetch it."""
+    repo = path.as_posix().removeprefix("hf:/")
+    if os.path.lexists(path) or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo):
+        return None
+    name = repo.partition("/")[2]
+    return f"check takes a folder on this machine; of a Hub repository: hf download {repo} --local-dir {name}"
+
+
 def _marker_finding(error: MarkerError) -> Finding:
     reason = error.facts.get("reason")
     if reason == "unfinished":
@@ -111,14 +147,30 @@ def _marker_finding(error: MarkerError) -> Finding:
 def _unmarked(folder: Path, finding: Finding, loras: Iterable[Path]) -> CheckReport:
     carrier = next(_fingerprint_carriers(folder), None)
     if finding.code == "no-marker" and carrier:
-        what = f"was removed: {carrier} carries the fingerprint of a fusion"
-        finding = Finding("removed", FILE_NAME, what)
-    return CheckReport(carrier is not None, None, (finding,), lora_outcomes(None, loras))
+        carries = f"{carrier} carries the fingerprint of a fusion"
+        home = _marker_home(folder, folder / carrier)
+        finding = (
+            Finding("elsewhere", FILE_NAME, f"is not here but in {home}; {carries}")
+            if home
+            else Finding("removed", FILE_NAME, f"was removed: {carries}")
+        )
+    fused = carrier is not None or finding.code not in ("no-marker", "unfinished")
+    return CheckReport(fused, None, (finding,), lora_outcomes(None, loras))
+
+
+def _marker_home(folder: Path, shard: Path) -> Path | None:
+    """The folder of a shard, or the one around it, that has a marker; links to that folder are followed."""
+    part = shard.parent
+    around = [part, part.parent, folder.absolute().parent, part.resolve(), part.resolve().parent]
+    return next((home for home in around if (home / FILE_NAME).is_file()), None)
 
 
 def _fingerprint_carriers(folder: Path) -> Iterator[str]:
     """Shards in the folder or one level down whose header says that they hold fused tensors."""
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*/*.safetensors")]):
+    found: list[Path] = []
+    with suppress(OSError):  # a folder in it that cannot be searched
+        found += sorted([*folder.glob("*.safetensors"), *folder.glob("*/*.safetensors")])
+    for path in found:
         with suppress(InputError):
             if FINGERPRINT_KEY in read_header(path).metadata:
                 yield path.relative_to(folder).as_posix()
@@ -131,6 +183,7 @@ def _own_findings(marker: Marker, *, digest: bool) -> Iterator[Finding]:
         if fused != part.fused:
             what = f"counts {part.fused} fused tensors in {part.name}, and {fused} in its files"
             yield Finding("marker", FILE_NAME, what)
+    yield from _policy_findings(marker)
     digests = {record.path: record.sha256 for record in marker.files}
     known = [(path, sha256) for path, sha256 in digests.items() if sha256 is not None]
     if marker.artifact is None and not known:
@@ -141,6 +194,17 @@ def _own_findings(marker: Marker, *, digest: bool) -> Iterator[Finding]:
         yield Finding("artifact", FILE_NAME, "has some digests and lacks others")
     elif tagged(artifact_digest(known)) != marker.artifact:
         yield Finding("artifact", FILE_NAME, "has an artifact that is not the digest of the files it lists")
+
+
+def _policy_findings(marker: Marker) -> Iterator[Finding]:
+    """It is edited by hand; a server goes by the default for a misspelled name, and refuses for a value."""
+    for name, value in marker.policy.items():
+        if name not in POLICY:
+            if not marker.is_newer:
+                yield Finding("policy", FILE_NAME, f"has a policy for {short(name)}, which does not exist")
+        elif value not in POLICY_VALUES:
+            what = f"has the policy {name} {short(value)}; it is one of {', '.join(POLICY_VALUES)}"
+            yield Finding("policy", FILE_NAME, what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +230,13 @@ def _examine_weights(folder: Path, marker: Marker, digest: bool, own: tuple[str,
     findings = [*_presence_findings(folder, record)]
     if not findings and record.path.endswith(".safetensors"):
         findings += _header_findings(folder, marker, component, record)
-    return _with_digest(folder, record, findings, read=digest)
+    return _with_digest(folder, record, findings, read=digest or record.n_bytes < SMALL_BYTES)
 
 
 def _examine_side_file(folder: Path, digest: bool, record: FileRecord) -> _Examined:
     findings = [*_presence_findings(folder, record)]
-    return _with_digest(folder, record, findings, read=digest or record.n_bytes < SMALL_BYTES)
+    examined = _with_digest(folder, record, findings, read=digest or record.n_bytes < SMALL_BYTES)
+    return replace(examined, findings=()) if is_document(record.path) else examined
 
 
 def _presence_findings(folder: Path, record: FileRecord) -> Iterator[Finding]:
@@ -204,7 +269,8 @@ def _link_findings(folder: Path, path: str) -> Iterator[Finding]:
 def _roots(folder: Path) -> list[Path]:
     """Where listed files may lie: in the folder, or in the blobs of the Hub cache that it is part of."""
     real = folder.resolve()
-    return [real, *(parent.parent / "blobs" for parent in real.parents if parent.name == "snapshots")]
+    snapshots = (parent for parent in real.parents if parent.name == "snapshots")
+    return [real, *((parent.parent / "blobs").resolve() for parent in snapshots)]
 
 
 def _header_findings(folder: Path, marker: Marker, component: str, record: FileRecord) -> Iterator[Finding]:

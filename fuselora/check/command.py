@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
+from fuselora.check.folder import check
 from fuselora.errors import FuseloraError, InputError, UsageError
-from fuselora.integrity import check
-from fuselora.specs import HUB, LoraSpec, local_path, parse_lora
+from fuselora.escape import one_line, shown
+from fuselora.specs import HUB, LoraSpec, local_path, plain_loras
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 EXIT_CODES = "0 if it is fused and whole and none of the LoRAs is in it, 1 if not, 2 for usage"
 HELP = "--help lists what it takes."
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def lora_paths(texts: Iterable[str]) -> list[Path]:
@@ -30,13 +29,11 @@ def lora_paths(texts: Iterable[str]) -> list[Path]:
     A merge's SPEC is refused: contents are compared, whatever the component and strength. Raises
     ``UsageError``, and ``InputError`` for what is not there.
     """
-    return [_local(spec, text) for text in texts for spec in parse_lora(text)]
+    why = "check compares contents, on every component"
+    return [_local(spec) for text in texts for spec in plain_loras(text, why=why)]
 
 
-def _local(spec: LoraSpec, text: str) -> Path:
-    if spec.component is not None or spec.strength != 1.0:
-        hint = "Give FILE alone, without COMPONENT= before it and :STRENGTH after it."
-        raise UsageError(f"--lora {text!r}: check compares contents, on every component", hint=hint)
+def _local(spec: LoraSpec) -> Path:
     path = local_path(spec.source)
     if path is None:
         hub = "Fetch it first: check reads local files." if spec.source.startswith(HUB) else None
@@ -58,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         _write_json(report.document())
     else:
-        _write(sys.stdout, *report.lines(options.out))
+        _write(sys.stdout, *map(one_line, report.lines(options.out)))
     return 0 if report.ok else 1
 
 
@@ -94,8 +91,8 @@ def _parser(*, as_json: bool) -> argparse.ArgumentParser:
 def _failed(error: FuseloraError, *, as_json: bool) -> int:
     if as_json:
         _write_json(error.document())
-    hint = [f"hint: {error.hint}"] if error.hint else []
-    _write(sys.stderr, *f"error: {error.message}".split("\n"), *hint)
+    hint = [shown(f"hint: {error.hint}")] if error.hint else []
+    _write(sys.stderr, shown(f"error: {error.message}"), *hint)
     return error.exit_code
 
 
@@ -104,8 +101,7 @@ def _write_json(document: Mapping[str, object]) -> None:
 
 
 def _write(stream: TextIO, *lines: str) -> None:
-    """Names come from files: control characters, and what the terminal cannot spell, are escaped."""
+    """What the terminal cannot spell is escaped."""
     encoding = stream.encoding or "utf-8"
     for line in lines:
-        shown = CONTROL.sub(lambda found: ascii(found[0])[1:-1], line)
-        stream.write(shown.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")

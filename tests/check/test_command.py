@@ -13,13 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 import fuselora
-from fuselora import preflight
+from fuselora.check.command import EXIT_CODES, lora_paths, main
+from fuselora.check.folder import check
 from fuselora.cli import app
 from fuselora.digest import content_sha256
 from fuselora.errors import InputError, UsageError
-from fuselora.integrity import check
 from fuselora.marker import FILE_NAME, SCHEMA
-from fuselora.preflight import EXIT_CODES, lora_paths, main
 from tests.marked import (
     CONFIG,
     FINGERPRINT,
@@ -32,6 +31,7 @@ from tests.marked import (
 )
 
 PACKAGE = Path(fuselora.__file__).parent
+ODD = "a\u202eb\u2028c\r\td\ne\x1b[31m"
 
 
 @pytest.fixture
@@ -65,7 +65,8 @@ def test_exit_0_and_what_it_holds(out: Path, tmp_path: Path, capsys: pytest.Capt
     other = other_lora(tmp_path)
     lines = [f"{out}: fused and whole", "  holds lora.safetensors on transformer, strength 1"]
     assert said(capsys, out) == (0, "\n".join(lines) + "\n", "")
-    lines.append(f"  {other}: not in it")
+    policy = "distill_lora refuse, dynamic_lora allow"
+    lines.append(f"  {other}: not in it, tensor for tensor; the policy for other LoRAs: {policy}")
     assert said(capsys, out, "--digest", "--lora", other) == (0, "\n".join(lines) + "\n", "")
 
 
@@ -163,7 +164,7 @@ def test_ctrl_c_is_no_traceback(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(preflight, "check", interrupted)
+    monkeypatch.setattr("fuselora.check.command.check", interrupted)
     assert said(capsys, out) == (130, "", "interrupted\n")
 
 
@@ -183,6 +184,7 @@ def test_json(out: Path, lora: Path, capsys: pytest.CaptureFixture[str]) -> None
         "content_sha256": content_sha256(lora),
     }  # fmt: skip
     assert report["holds"] == [held]
+    assert report["policy"] == {"distill_lora": "refuse", "dynamic_lora": "allow"}
     assert report["loras"] == [
         {"path": str(lora), "content_sha256": content_sha256(lora), "already_fused": [held]}
     ]
@@ -254,12 +256,9 @@ def test_a_lora_that_is_not_there(text: str, hint: str | None) -> None:
 # The same as the command ---------------------------------------------------------------------------
 
 
-STATES = ["whole", "asked", "broken", "edited", "absent", "a file", "bad spec", "twice"]
-
-
 @pytest.mark.parametrize("as_json", [[], ["--json"]])
 @pytest.mark.parametrize(
-    "state", ["whole", "asked", "broken", "edited", "absent", "a file", "bad spec", "twice"]
+    "state", ["whole", "asked", "broken", "edited", "absent", "a file", "bad spec", "twice", "odd"]
 )
 def test_fuselora_check_says_and_exits_the_same(
     out: Path, lora: Path, capsys: pytest.CaptureFixture[str], state: str, as_json: list[str]
@@ -279,6 +278,9 @@ def test_fuselora_check_says_and_exits_the_same(
         arguments += ["--lora", f"{lora}:2"]
     elif state == "twice":
         arguments += ["--lora", f"{lora},{lora}"]
+    elif state == "odd":
+        (out / f"{ODD}.bin").touch()
+        arguments += ["--lora", str(shutil.copy(lora, lora.with_name(ODD)))]
     command = CliRunner().invoke(app, ["check", *arguments, *as_json], catch_exceptions=False)
     assert (command.exit_code, command.stdout, command.stderr) == said(capsys, *arguments, *as_json)
     assert command.exit_code == {"whole": 0, "bad spec": 2}.get(state, 1)
@@ -335,4 +337,9 @@ def test_reading_a_marker_does_not_load_the_checks() -> None:
     text = "import sys; from fuselora.marker import read_marker; print(*sys.modules)"
     modules = set(run([sys.executable, "-c", text], PACKAGE.parent).stdout.split())
     assert "fuselora.marker" in modules
-    assert not modules & {"fuselora.integrity", "fuselora.check_report", "fuselora.preflight", "argparse"}
+    assert not modules & {
+        "fuselora.check.folder",
+        "fuselora.check.report",
+        "fuselora.check.command",
+        "argparse",
+    }

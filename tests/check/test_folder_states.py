@@ -7,6 +7,7 @@ or without the inputs, is here as well, with what does see it.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fuselora import preflight
+from fuselora.check.command import main
+from fuselora.check.folder import check
 from fuselora.cli import app
-from fuselora.integrity import check
+from fuselora.errors import InputError
 from fuselora.marker import FILE_NAME, JOURNAL_NAME
 from fuselora.pipeline import merge
 from tests.fused_pair import FUSED, LOW, Pair, edit_marker, edit_tensor, shard_of, write_high, write_pair
@@ -57,7 +59,7 @@ def codes(out: Path, **options: Any) -> set[str]:
 def exit_codes(*arguments: object) -> set[int]:
     """Of ``fuselora check`` and ``python -m fuselora.marker``."""
     words = [str(argument) for argument in arguments]
-    return {CliRunner().invoke(app, ["check", *words]).exit_code, preflight.main(words)}
+    return {CliRunner().invoke(app, ["check", *words]).exit_code, main(words)}
 
 
 def assert_found(out: Path, *expected: str) -> None:
@@ -190,7 +192,7 @@ def test_marker_of_a_newer_major_version(out: Path) -> None:
 
 def test_forged_digest(out: Path) -> None:
     edit_marker(out, EDITS["a shard's digest"])
-    assert_found(out, "artifact")
+    assert_found(out, "artifact", "content")
 
 
 def test_forged_fingerprint(out: Path) -> None:
@@ -290,9 +292,16 @@ def test_marker_over_a_folder_that_was_fused_again(out: Path, stacked: Path) -> 
 def test_fused_again_in_place_with_the_header_kept(out: Path) -> None:
     """As an engine would save it: only the bytes tell."""
     edit_tensor(shard_of(out, "transformer", FUSED), FUSED, lambda held: 2 * held)
-    assert exit_codes(out) == {0}
+    assert_found(out, "content")
     assert codes(out, digest=True) == {"content"}
     assert exit_codes(out, "--digest") == {1}
+
+
+def test_copied_expert_replaced_by_the_other_one(pair: Pair, tmp_path: Path) -> None:
+    out = merge(pair.base, [f"high={pair.high}"], tmp_path / "high").out
+    for shard in (pair.base / "transformer").glob("*.safetensors"):
+        shutil.copy(shard, out / "transformer_2" / shard.name)
+    assert_found(out, "content")
 
 
 @pytest.mark.parametrize("path", [CONFIG, TOKENIZER, "model_index.json", "scheduler/scheduler_config.json"])
@@ -355,6 +364,33 @@ def test_a_shard_moved_alone(out: Path, tmp_path: Path) -> None:
 
 def test_no_such_folder(tmp_path: Path) -> None:
     assert exit_codes(tmp_path / "absent") == {1}
+
+
+def test_a_name_too_long_for_the_file_system(tmp_path: Path) -> None:
+    assert exit_codes(tmp_path / ("a" * 300), "--json") == {1}
+    with pytest.raises(InputError, match="a: cannot be read: File name too long"):
+        check(tmp_path / ("a" * 300))
+
+
+@pytest.mark.parametrize("refused", [Path.is_dir, Path.is_symlink])
+def test_a_folder_that_may_not_be_looked_into(
+    out: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[[Path], bool]
+) -> None:
+    """Its parent, or it itself: root may look into everything, so the answer is the system's."""
+
+    def denied(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, refused.__name__, denied)
+    with pytest.raises(InputError, match="out: cannot be read: Permission denied"):
+        check(out)
+    assert exit_codes(out) == {1}
+
+
+def test_what_may_not_be_read_is_no_usage(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(out) and access(path, mode))
+    assert exit_codes(out) == {0}
 
 
 def test_usage(pair: Pair) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from fuselora.fields import HINT
-from fuselora.marker import FILE_NAME, NAME_HINT, UNFINISHED_HINT, UPDATE_HINT
+from fuselora.fields import HINT, short
+from fuselora.marker import FILE_NAME, NAME_HINT, POLICY, POLICY_VALUES, UNFINISHED_HINT, UPDATE_HINT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 Code = Literal[
     "no-marker",  # there is no fused.json, and nothing that looks fused
     "removed",  # there is no fused.json, but a shard carries a fingerprint
+    "elsewhere",  # there is no fused.json, but there is one in the folder around, or in a component's
     "unfinished",  # a journal and no fused.json: the run that writes the folder has not ended
     "marker",  # fused.json is broken, or contradicts itself
     "version",  # fused.json is of a major version that this fuselora does not know
     "path",  # fused.json lists a path that is not plainly inside the folder
     "edited",  # the seal in fused.json is not that of what it says
+    "policy",  # the policy in fused.json has a name or a value that it cannot have
     "artifact",  # the identity in fused.json is not that of the digests in it
     "no-digests",  # digests were asked for, and fused.json was written without them
     "missing",  # a listed file is absent
@@ -41,9 +43,11 @@ STRAY_HINT = "Remove what does not belong to the checkpoint: an engine may load 
 HINTS: Mapping[Code, str] = {
     "no-marker": NAME_HINT,
     "removed": REMOVED_HINT,
+    "elsewhere": f"Check the folder that holds {FILE_NAME}.",
     "unfinished": UNFINISHED_HINT,
     "version": UPDATE_HINT,
     **dict.fromkeys(("marker", "path", "edited", "artifact"), HINT),
+    "policy": f"In {FILE_NAME}, {' and '.join(POLICY)} are each one of {', '.join(POLICY_VALUES)}.",
     "no-digests": "Merge without --no-digest to have contents that can be compared.",
     "stray": STRAY_HINT,
     "unlisted": STRAY_HINT,
@@ -82,8 +86,9 @@ class CheckReport:
     """What ``check`` found.
 
     ``fused`` says that the folder has a marker, or shards that carry a fingerprint; ``artifact`` is
-    the identity of the bytes read, None unless every file was digested. Without a ``marker`` nobody
-    knows whether the LoRAs asked about are in it.
+    the identity of the bytes read, None unless every file was digested; ``note`` says what engines may
+    miss, and takes nothing from ``ok``. Without a ``marker`` nobody knows whether the LoRAs asked about
+    are in it.
     """
 
     fused: bool
@@ -91,6 +96,7 @@ class CheckReport:
     findings: tuple[Finding, ...]
     loras: tuple[LoraOutcome, ...] = ()
     artifact: str | None = None
+    note: str | None = None
 
     @property
     def whole(self) -> bool:
@@ -114,8 +120,10 @@ class CheckReport:
         yield from self._finding_lines()
         if self.marker and self.marker.is_newer:
             yield f"  {FILE_NAME} is {self.marker.schema}, newer than this fuselora: it may say more"
+        if self.note:
+            yield f"  {self.note}"
         for record in self.marker.loras if self.marker else ():
-            yield f"  holds {record.name} on {record.component}, strength {record.strength:g}"
+            yield f"  holds {record.text}"
         for outcome in self.loras:
             yield f"  {outcome.path}: {self._answer(outcome)}"
         if self.already_fused:
@@ -134,7 +142,10 @@ class CheckReport:
         if self.marker is None:
             return f"nobody can tell without a sound {FILE_NAME}"
         places = dict.fromkeys(f"on {record.component} as {record.name}" for record in outcome.records)
-        return f"fused already, {', '.join(places)}" if places else "not in it"
+        if places:
+            return f"fused already, {', '.join(places)}"
+        policy = ", ".join(f"{name} {_policy_text(self.marker.policy[name])}" for name in POLICY)
+        return f"not in it, tensor for tensor; the policy for other LoRAs: {policy}"
 
     def document(self) -> dict[str, object]:
         """The report as JSON data; of a LoRA asked about, ``already_fused`` is null where nobody knows."""
@@ -147,8 +158,10 @@ class CheckReport:
             "fingerprint": marker and marker.fingerprint,
             "artifact": marker and marker.artifact,
             "artifact_on_disk": self.artifact,
+            "note": self.note,
             "findings": [finding.document() for finding in self.findings],
             "holds": [_record_document(record) for record in marker.loras] if marker else [],
+            "policy": marker and dict(marker.policy),
             "loras": [self._outcome_document(outcome) for outcome in self.loras],
         }
 
@@ -159,6 +172,10 @@ class CheckReport:
             "content_sha256": outcome.content_sha256,
             "already_fused": None if self.marker is None else found,
         }
+
+
+def _policy_text(value: object) -> str:
+    return value if isinstance(value, str) and value in POLICY_VALUES else short(value)
 
 
 def _record_document(record: LoraRecord) -> dict[str, object]:

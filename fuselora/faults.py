@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from fuselora.digest import read_range
@@ -25,6 +27,7 @@ QUANTISED_SIBLINGS = ("absmax", "quant_map", "nested_absmax", "quant_state.bitsa
                       "quant_state.bitsandbytes__fp4", "scale_weight", "weight_scale", "qzeros")  # fmt: skip
 # What a weight is called once GPTQ, AWQ, Nunchaku or compressed-tensors has packed it.
 PACKED_LEAVES = (".qweight", ".weight_packed")
+TASKS = re.compile(r"(?<![a-z])[ti]2v(?![a-z])", re.IGNORECASE)
 FLOAT32_MAX = 3.4028234663852886e38
 ZERO_VALUED = "all of its values are zero"
 ALLOWED = "allowed to stay unmatched"
@@ -42,7 +45,7 @@ class Checked:
 def check(checkpoint: Checkpoint, matchings: Sequence[Matching], request: Request) -> Checked:
     """All faults that need no weights: fused or packed bases, alphas, misses, dtypes, zero matches."""
     faults = list(_fused_faults(checkpoint, request))
-    notices = list(_base_notices(checkpoint, request))
+    notices = [*_base_notices(checkpoint, request), *_task_notices(checkpoint, matchings)]
     checked: list[Matching] = []
     for matching in matchings:
         scaled, alpha_faults = _with_alphas(matching, request.alphas)
@@ -73,14 +76,14 @@ def _fused_faults(checkpoint: Checkpoint, request: Request) -> Iterator[Fault]:
     if not request.stack:
         yield Fault(
             "already_fused",
-            f"{checkpoint.source}: this base is already fused with LoRAs",
+            "this base is already fused with LoRAs",
             path=checkpoint.source,
             hint="Start from the plain base, or say --stack to add to what is there.",
         )
     elif checkpoint.marker is None:
         yield Fault(
             "already_fused",
-            f"{checkpoint.source}: its shards say that they are fused, but fused.json is missing",
+            "its shards say that they are fused, but fused.json is missing",
             path=checkpoint.source,
             hint="Restore fused.json; without it nobody can tell with what the base was fused.",
         )
@@ -99,6 +102,32 @@ def _base_notices(checkpoint: Checkpoint, request: Request) -> Iterator[Notice]:
             yield Notice("quantization_config", text, {"component": component.name})
     if request.stack and not checkpoint.is_fused:
         yield Notice("not_stacked", "--stack was given, but the base is not fused with anything", {})
+
+
+def _task_notices(checkpoint: Checkpoint, matchings: Sequence[Matching]) -> Iterator[Notice]:
+    """LoRAs that are named for text-to-video on an image-to-video base, and the other way round."""
+    models = _models_of(checkpoint)
+    tasks = {task for model in models if (task := _task_in(model))}
+    for adapter in {m.assignment.order: m.assignment.adapter for m in matchings}.values():
+        spec = adapter.location.spec
+        places = [adapter.name, *reversed(PurePosixPath(spec.source).parts[-3:])]
+        task = next((task for place in places if (task := _task_in(place))), None)
+        if task and tasks and task not in tasks:
+            base = " or ".join(models)
+            text = f"{adapter.name}: is named for {task.upper()}, and the base is {base}; the shapes fit"
+            yield Notice("task_name", text, {"lora": adapter.name, "base": base})
+
+
+def _models_of(checkpoint: Checkpoint) -> tuple[str, ...]:
+    if checkpoint.family is None:
+        return ()
+    return checkpoint.family.models_of(checkpoint.components[0].model_shapes(), len(checkpoint.components))
+
+
+def _task_in(name: str) -> str | None:
+    """``"t2v"`` or ``"i2v"`` when a name says exactly one of them."""
+    found = {task.lower() for task in TASKS.findall(name)}
+    return found.pop() if len(found) == 1 else None
 
 
 def _with_alphas(matching: Matching, options: Sequence[AlphaSpec]) -> tuple[Matching, list[Fault]]:

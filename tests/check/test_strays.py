@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from fuselora import strays
+from fuselora.check import strays
+from fuselora.check.folder import check
 from fuselora.filenames import WEIGHT_ENDINGS
-from fuselora.integrity import check
 from fuselora.marker import FILE_NAME, JOURNAL_NAME
 from tests.marked import (
     CONFIG,
@@ -125,6 +125,21 @@ def test_only_the_private_folders_themselves_are_left_out(out: Path, name: str) 
     assert found(out) == {("stray", name)}
 
 
+@pytest.mark.parametrize("name", ["transformer_2", "unet"])
+@pytest.mark.parametrize("holds", ["", "config.json"])
+def test_a_folder_called_as_another_component_is_a_stray(out: Path, name: str, holds: str) -> None:
+    (out / name).mkdir()
+    if holds:
+        put(out / name / holds)
+    assert found(out) == {("stray", name)}
+
+
+def test_a_link_or_a_file_called_as_another_component_is_a_stray_once(out: Path) -> None:
+    (out / "transformer_2").symlink_to("transformer")
+    put(out / "unet")
+    assert found(out) == {("stray", "transformer_2"), ("stray", "unet")}
+
+
 # Where the marker lists weights alone
 
 
@@ -155,6 +170,11 @@ def test_the_rest_of_a_skipped_pipeline_may_be_added(weights: Path) -> None:
 def test_beside_skipped_weights_other_weights_are_strays(weights: Path) -> None:
     put(weights / "transformer" / "x.safetensors")
     assert found(weights) == {("stray", "transformer/x.safetensors")}
+
+
+def test_beside_skipped_weights_another_component_is_a_stray(weights: Path) -> None:
+    (weights / "transformer_2").mkdir()
+    assert found(weights) == {("stray", "transformer_2")}
 
 
 # Links, and what cannot be searched
