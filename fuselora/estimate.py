@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fuselora.engine.buffers import own_memory
+from fuselora.engine.buffers import transfer_memory
 from fuselora.engine.kernel import Kernels
 from fuselora.engine.sink import Segment, created
 from fuselora.engine.source import opened
@@ -100,7 +100,7 @@ def _read_rate(plan: FusePlan) -> float:
     n_bytes = min(PROBE_BYTES, base.n_bytes // PAGE * PAGE)
     if n_bytes == 0:
         return float("inf")
-    room = memoryview(own_memory(BLOCK_BYTES + 2 * PAGE))
+    room = transfer_memory(BLOCK_BYTES + 2 * PAGE)
     with opened(base.path, direct=True) as source:
 
         def read() -> None:
@@ -112,7 +112,7 @@ def _read_rate(plan: FusePlan) -> float:
 
 def _write_rate(out: Path) -> float:
     folder = next(parent for parent in out.absolute().parents if parent.is_dir())
-    room = memoryview(own_memory(BLOCK_BYTES))
+    room = transfer_memory(BLOCK_BYTES)
     with (
         writing(folder, PROBE_BYTES),
         tempfile.TemporaryDirectory(dir=folder, prefix=".fuselora-") as name,

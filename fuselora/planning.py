@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 CHUNK_ELEMENTS = 1 << 20  # a chunk and its float32 copy stay in a core's cache
 UNIT_ROWS = 64  # fewer rows were seen to change the bits of a matrix product
-BLOCK_BYTES = 8 << 20  # base bytes that are read, computed and written as one
+# base bytes that are read, computed and written as one; with the pages around them four huge pages
+BLOCK_BYTES = (8 << 20) - 2 * PAGE
 PENDING = tagged("0" * 64)  # stands for the fingerprint while the LoRA data is unread: same length
 
 

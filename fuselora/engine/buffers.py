@@ -6,6 +6,8 @@ import mmap
 import queue
 import threading
 import weakref
+from contextlib import suppress
+from ctypes import addressof, c_char
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from fuselora.engine.lanes import Flow
 
 Memory = mmap.mmap | memoryview
+HUGE_PAGE = 2 << 20  # of x86-64, and of arm64 with pages of 4 KiB
 
 
 def own_memory(n_bytes: int) -> mmap.mmap:
@@ -25,6 +28,20 @@ def own_memory(n_bytes: int) -> mmap.mmap:
         return mmap.mmap(-1, max(n_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:  # which would be taken for the disk's
         raise MemoryError(f"{n_bytes} bytes: {error.strerror}") from error
+
+
+def transfer_memory(n_bytes: int) -> memoryview:
+    """Memory for direct I/O: huge pages where the system has them. Raises ``MemoryError``.
+
+    A request to a disk names each stretch of memory that it touches, and holds only so many of them:
+    from pages of 4 KiB large transfers go out in pieces, which made them half as fast.
+    """
+    held = own_memory(n_bytes + HUGE_PAGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a system without them
+            held.madvise(mmap.MADV_HUGEPAGE)
+    start = -addressof(c_char.from_buffer(held)) % HUGE_PAGE
+    return memoryview(held)[start : start + n_bytes]
 
 
 class Buffer:
@@ -58,7 +75,7 @@ class Buffer:
 class Pool:
     """``n_buffers`` buffers of ``n_bytes`` each, allocated once."""
 
-    def __init__(self, n_buffers: int, n_bytes: int, allocate: Callable[[int], Memory] = own_memory) -> None:
+    def __init__(self, n_buffers: int, n_bytes: int, allocate: Callable[[int], Memory] = transfer_memory) -> None:
         self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         for _ in range(n_buffers):
             self._free.put(Buffer(self, allocate(n_bytes)))

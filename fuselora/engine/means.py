@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fuselora.engine.buffers import Memory, own_memory
+from fuselora.engine.buffers import Memory, transfer_memory
 from fuselora.engine.device import (
     OnDevice,
     choose_device,
@@ -37,7 +37,7 @@ class Means:
     digest: bool = True
     direct: bool = True
     device: str = "cpu"
-    allocate: Callable[[int], Memory] = own_memory
+    allocate: Callable[[int], Memory] = transfer_memory
     notices: tuple[Notice, ...] = ()
 
     @property
@@ -66,7 +66,7 @@ def choose_means(request: Request, steps: Sequence[Fuse]) -> Means:
     if free is not None and free < needed:
         return Means(on_cpu.kernels, jobs, request.digest, notices=(_short(device, needed, free),))
     kernels = Kernels((OnDevice(device),))
-    allocate = pinned_memory if device.type == "cuda" else own_memory
+    allocate = pinned_memory if device.type == "cuda" else transfer_memory
     return Means(kernels, jobs, request.digest, device=device_name(device), allocate=allocate)
 
 
