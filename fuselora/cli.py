@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional, cast
+from typing import TYPE_CHECKING, Annotated, NoReturn, Optional, cast
 
 import typer
 from typer.core import TyperGroup
@@ -142,7 +145,24 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Every place that
 
 def main() -> None:
     """The ``fuselora`` command."""
-    app()
+    # imports make hundreds of thousands of objects, none of them garbage, and looking for it takes time
+    gc.set_threshold(100_000, 50, 1000)
+    try:
+        app()
+    except SystemExit as end:
+        _leave(end)
+
+
+def _leave(end: SystemExit) -> NoReturn:
+    """Once all is written, without taking Python and torch apart, which takes half a second."""
+    if not isinstance(end.code, int):
+        raise end
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:  # a pipe that nobody reads any more: Python has its own way with it
+        raise end from None
+    os._exit(end.code)
 
 
 def _version(asked: bool) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import ChainMap, deque
 from typing import TYPE_CHECKING
 
 from fuselora.engine.blocks import Block, blocks, buffer_bytes
-from fuselora.engine.threads import blocks_under_way, cores, workers
-from fuselora.planning import Fuse, LowRank
+from fuselora.engine.threads import FACTOR_ELEMENTS, blocks_under_way, cores, workers
+from fuselora.planning import Fuse
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -44,23 +43,19 @@ def _largest_chunk(file: OutputFile) -> int:
 
 
 def _factors(cut: Iterable[Block], n_blocks: int) -> int:
-    """The elements of all factors that blocks under way at once need, each tensor's once."""
+    """The elements of all factors that are held at once, each tensor's once."""
     under_way: deque[dict[str, int]] = deque(maxlen=n_blocks)
     most = 0
     for found in map(_factors_of, cut):
         news = found and not (under_way and found == under_way[-1])
         under_way.append(found)
         if news:
-            most = max(most, sum(ChainMap(*under_way).values()))
+            held = sum(ChainMap(*under_way).values())
+            most = max(most, min(held, max(FACTOR_ELEMENTS, sum(found.values()))))
     return most
 
 
 def _factors_of(block: Block) -> dict[str, int]:
-    """base_key -> elements of its pairs; a difference is read in rows."""
+    """base_key -> elements of its pairs."""
     fused = {part.step.base_key: part.step for part in block.parts if part.step}
-    return {key: found for key, step in fused.items() if (found := _pair_elements(step))}
-
-
-def _pair_elements(step: Fuse) -> int:
-    pairs = (delta for delta in step.deltas if isinstance(delta, LowRank))
-    return sum(math.prod(factor.shape) for pair in pairs for factor in (pair.up, pair.down))
+    return {key: step.factor_elements for key, step in fused.items() if step.factor_elements}

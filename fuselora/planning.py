@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 
 CHUNK_ELEMENTS = 1 << 20  # a chunk and its float32 copy stay in a core's cache
 UNIT_ROWS = 64  # fewer rows were seen to change the bits of a matrix product
-# base bytes that are read, computed and written as one; with the pages around them four huge pages
-BLOCK_BYTES = (8 << 20) - 2 * PAGE
+BLOCK_BYTES = 8 << 20  # base bytes that are read, computed and written as one
 PENDING = tagged("0" * 64)  # stands for the fingerprint while the LoRA data is unread: same length
 
 
@@ -111,6 +110,12 @@ class Fuse:
     @property
     def base_bytes(self) -> int:
         return self.rows * self.columns * DTYPE_BITS[self.base_dtype] // 8
+
+    @property
+    def factor_elements(self) -> int:
+        """Of all pairs; a difference is read in rows."""
+        pairs = (delta for delta in self.deltas if isinstance(delta, LowRank))
+        return sum(math.prod(factor.shape) for pair in pairs for factor in (pair.up, pair.down))
 
 
 Step = Copy | Fuse

@@ -135,7 +135,7 @@ assert [component.n_fused for component in plan.components] == [10, 10]
 
 def command(*arguments: str) -> str:
     """Code that runs the command line."""
-    return f"import sys; sys.argv = ['fuselora', *{arguments!r}]; from fuselora.cli import main; main()"
+    return f"import sys; sys.argv = ['fuselora', *{arguments!r}]; from fuselora.cli import app; app()"
 
 
 NEEDLESS = {"torch", "numpy", "safetensors", "diffusers", "transformers", "huggingface_hub"}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from fuselora.engine.threads import blocks_under_way, cores, workers
+from fuselora.engine.threads import FACTOR_ELEMENTS, blocks_under_way, cores, workers
 from fuselora.header import PAGE, read_header
 from fuselora.memory import RESIDENT_BYTES, SCRATCH_BYTES, peak_memory
 from fuselora.planning import BLOCK_BYTES, CHUNK_ELEMENTS
@@ -99,15 +99,17 @@ def test_more_jobs_need_more(tmp_path: Path) -> None:
     assert estimate(tmp_path, 1, 64, jobs=None) == estimate(tmp_path, 1, 64, jobs=cores())
 
 
-def test_factors_of_all_small_tensors_under_way_count(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rank", "n_modules"), [(8, 1024), (128, 1024), (128, 100)])
+def test_factors_of_small_tensors_under_way_count_up_to_what_there_is_room_for(
+    tmp_path: Path, rank: int, n_modules: int
+) -> None:
     """Many tensors fit into the blocks that are under way at once, each with its factors."""
-    base, one = pairs_of(tmp_path, 256, 256, 256, rank=128)
+    base, one = pairs_of(tmp_path, n_modules, 256, 256, rank=rank)
     plan = planned(base, [one], content=False, jobs=JOBS)
-    per_block = BLOCK_BYTES // (256 * 256 * 2)
-    factors = blocks_under_way(JOBS) * per_block * 2 * 128 * 256 * 4
+    under_way = min(n_modules, blocks_under_way(JOBS) * (BLOCK_BYTES // (256 * 256 * 2)))
+    factors = min(under_way * 2 * rank * 256, FACTOR_ELEMENTS) * 4
     scratch = workers(JOBS) * 256 * 256 * SCRATCH_BYTES["auto"]
-    buffers = blocks_under_way(JOBS) * BUFFER
-    assert peak_memory(plan) == RESIDENT_BYTES + buffers + scratch + min(factors, 256 * 2 * 128 * 256 * 4)
+    assert peak_memory(plan) == RESIDENT_BYTES + blocks_under_way(JOBS) * BUFFER + scratch + factors
 
 
 def pairs_of(

@@ -37,10 +37,11 @@ def transfer_memory(n_bytes: int) -> memoryview:
     from pages of 4 KiB large transfers go out in pieces, which made them half as fast.
     """
     held = own_memory(n_bytes + HUGE_PAGE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a system without them
-            held.madvise(mmap.MADV_HUGEPAGE)
     start = -addressof(c_char.from_buffer(held)) % HUGE_PAGE
+    whole = n_bytes // HUGE_PAGE * HUGE_PAGE  # the rest would take one more, for a page or two
+    if whole and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a system without them
+            held.madvise(mmap.MADV_HUGEPAGE, start, whole)
     return memoryview(held)[start : start + n_bytes]
 
 
@@ -75,7 +76,9 @@ class Buffer:
 class Pool:
     """``n_buffers`` buffers of ``n_bytes`` each, allocated once."""
 
-    def __init__(self, n_buffers: int, n_bytes: int, allocate: Callable[[int], Memory] = transfer_memory) -> None:
+    def __init__(
+        self, n_buffers: int, n_bytes: int, allocate: Callable[[int], Memory] = transfer_memory
+    ) -> None:
         self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         for _ in range(n_buffers):
             self._free.put(Buffer(self, allocate(n_bytes)))

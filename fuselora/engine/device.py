@@ -45,8 +45,8 @@ def choose_device(name: str) -> torch.device:
 
 
 def needed_bytes(steps: Iterable[Fuse], workers: int) -> int:
-    """Bytes on the device at the peak: blocks of all workers, and the largest factors, twice."""
-    factors = max((sum(_factor_bytes(delta) for delta in step.deltas) for step in steps), default=0)
+    """Bytes on the device at the peak: blocks of all workers, and the largest factors in float32, twice."""
+    factors = max((4 * step.factor_elements for step in steps), default=0)
     return workers * HEADROOM * BLOCK_BYTES + 2 * factors
 
 
@@ -177,10 +177,3 @@ def _refuse_absent(device: torch.device) -> None:
     what = f"--device {device}: torch sees {'none' if count == 0 else f'only {count}'} of that kind"
     hint = f"There is {there}." if there is not None and there.type != device.type else HINT
     raise InputError(what, hint=hint, device=str(device))
-
-
-def _factor_bytes(delta: LowRank | Full) -> int:
-    """In float32; a difference is read in rows."""
-    if isinstance(delta, Full):
-        return 0
-    return sum(4 * factor.shape[0] * factor.shape[1] for factor in (delta.up, delta.down))

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from fuselora.specs import Kernel as KernelName
 
 
+SAMPLE_COLUMNS = 1024
+
+
 @dataclass(frozen=True, slots=True)
 class Lost:
     """On a sample of rows: elements that the deltas touched, and those that rounding left as they were."""
@@ -56,7 +59,7 @@ class Kernel(Protocol):
         """Read the step's factors. Raises ``ChangedError`` when a LoRA is not what it was."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, so that its end can be seen
 class Loaded:
     """A step, its sum, and where both are said to be wrong."""
 
@@ -167,9 +170,15 @@ class _Bf16Sum:
         out.addmm_(self.up[first:last], self.down, alpha=self.scale)
         if before is None:
             return Lost()
-        total = before.clone()
-        add_low_rank(total, self.up[: len(before)].float(), self.down.float(), self.scale)
-        return count_lost(before, total, out[:UNIT_ROWS])
+        return count_lost(before, self._exact(before), out[:UNIT_ROWS])
+
+    def _exact(self, before: torch.Tensor) -> torch.Tensor:
+        """The sum of the first rows in float32, in pieces: all of ``down`` would be twice its memory."""
+        total, up = before.clone(), self.up[: len(before)].float()
+        for first in range(0, total.shape[1], SAMPLE_COLUMNS):
+            columns = slice(first, first + SAMPLE_COLUMNS)
+            add_low_rank(total[:, columns], up, self.down[:, columns].float(), self.scale)
+        return total
 
 
 FLOAT32 = Wide("float32", torch.float32, add_low_rank, add_full, lambda total, dtype: total.to(dtype))

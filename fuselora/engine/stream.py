@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from fuselora.digest import read_range, sha256_file
 from fuselora.engine.blocks import Block, Part, blocks, buffer_bytes
 from fuselora.engine.buffers import Buffer, Pool, own_memory
+from fuselora.engine.held import Held
 from fuselora.engine.kernel import Loaded, Lost
 from fuselora.engine.lanes import Flow, Lane, lanes
 from fuselora.engine.means import Means
@@ -108,7 +109,7 @@ class _Run:
         self._base_hash, self._out_hash = hashlib.sha256(), hashlib.sha256()
         self._flow = Flow()
         self._cpu = threading.BoundedSemaphore(max(1, means.jobs))
-        self._latest: Loaded | None = None
+        self._held = Held(self._load_factors, self._flow)
         self._tally, self._telling = threading.Lock(), threading.Lock()
         self.lost = Lost()
 
@@ -173,17 +174,13 @@ class _Run:
         slot.hashed.set()
 
     def _load(self, slot: _Slot) -> None:
-        """The factors of each tensor once, also where several blocks hold it."""
         one_thread()
-        for part in slot.block.parts:
-            if part.step is None:
-                continue
-            if self._latest is None or self._latest.step is not part.step:
-                self._latest = None  # let go of the last factors before the next ones are read
-                with self._cpu:
-                    self._latest = self._means.kernels.load(part.step)
-            slot.loaded[part.step.base_key] = self._latest
+        slot.loaded.update(self._held.take(part.step for part in slot.block.parts if part.step))
         slot.ready.set()
+
+    def _load_factors(self, step: Fuse) -> Loaded:
+        with self._cpu:
+            return self._means.kernels.load(step)
 
     def _compute(self, slot: _Slot) -> None:
         """The result may take the place of the base's bytes, so they have to be hashed before."""

@@ -1,4 +1,4 @@
-"""How many threads a run has, and so how many blocks are under way. No torch: a plan estimates from it."""
+"""How many threads a run has, and what may be under way at once. No torch: a plan estimates from it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 READERS = 2
 WRITERS = 2
 MAX_WORKERS = 8  # one computes as fast as a disk writes
+FACTOR_ELEMENTS = 12 << 20  # of all tensors under way: 24 MiB in bfloat16, 48 in float32
 
 
 def cores() -> int:

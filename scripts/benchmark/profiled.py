@@ -127,7 +127,7 @@ def main() -> None:
     try:
         with times.inside(IMPORTS):
             import_module("fuselora.build")  # which imports torch
-        cli.main()
+        cli.app()
     finally:
         path.write_text(json.dumps(times.document(time.perf_counter() - started)))
 
