@@ -21,9 +21,10 @@ from fuselora.engine.buffers import transfer_memory
 from fuselora.engine.kernel import Kernels
 from fuselora.engine.sink import Segment, created
 from fuselora.engine.source import opened
+from fuselora.engine.threads import cores
 from fuselora.header import PAGE
 from fuselora.output.disk import writing
-from fuselora.planning import BLOCK_BYTES, Fuse, LowRank
+from fuselora.planning import BLOCK_BYTES, Full, Fuse, LowRank
 from fuselora.tensors import TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def estimate(plan: FusePlan, means: Means, out: Path) -> Estimate:
     computing = _kernel_seconds(plan, means.kernels) + hashed / rates.sha256
     return Estimate(
         disk=plan.bytes_in / rates.read + plan.bytes_out / rates.write,
-        cores=computing / means.jobs,
+        cores=computing / min(means.workers, cores()),
         digest=max(plan.bytes_in, plan.bytes_out) / rates.sha256 if digest else 0.0,
         rates=rates,
     )
@@ -133,22 +134,24 @@ def _hash_rate() -> float:
 
 
 def _kernel_seconds(plan: FusePlan, kernels: Kernels) -> float:
-    """One chunk of each sort of step is computed; the rest follows from the elements."""
-    rates: dict[tuple[str, str, str, int], float] = {}
-    total = 0.0
+    """One chunk of the largest step of each sort is computed; the rest follows from the elements."""
+    sorts: dict[tuple[str, str, str, int, int], list[Fuse]] = {}
     for step in plan.fused_steps:
-        if not step.chunks:
-            continue
-        sort = (kernels.of(step).name, step.base_dtype, step.dtype, _rank(step))
-        if sort not in rates:
-            rates[sort] = _chunk_seconds(step, kernels)
-        total += rates[sort] * step.rows * step.columns
-    return total
+        if step.chunks:
+            sort = (kernels.of(step).name, step.base_dtype, step.dtype, _rank(step), _differences(step))
+            sorts.setdefault(sort, []).append(step)
+    return sum(
+        _chunk_seconds(max(steps, key=_elements), kernels) * sum(map(_elements, steps))
+        for steps in sorts.values()
+    )
 
 
 def _chunk_seconds(step: Fuse, kernels: Kernels) -> float:
-    """Seconds for one element, from the step's first chunk on made-up base values."""
-    first, last = step.chunks[0]
+    """Seconds for one element, from made-up base values.
+
+    The last chunk, as the first one alone counts what rounding loses.
+    """
+    first, last = step.chunks[-1]
     shape = (last - first, step.columns)
     base = torch.ones(shape, dtype=TORCH_DTYPES[step.base_dtype])
     out = torch.empty(shape, dtype=TORCH_DTYPES[step.dtype])
@@ -160,6 +163,14 @@ def _chunk_seconds(step: Fuse, kernels: Kernels) -> float:
 
 def _rank(step: Fuse) -> int:
     return sum(delta.down.shape[0] for delta in step.deltas if isinstance(delta, LowRank))
+
+
+def _differences(step: Fuse) -> int:
+    return sum(isinstance(delta, Full) for delta in step.deltas)
+
+
+def _elements(step: Fuse) -> int:
+    return step.rows * step.columns
 
 
 def _seconds(act: Callable[[], object]) -> float:

@@ -192,10 +192,11 @@ def _skeleton_faults(skeleton: Skeleton | None, checkpoint: Checkpoint, asked: R
 def _contents(matched: _Matched, asked: Request, progress: Progress) -> tuple[LoraContent, ...]:
     """One pass over each LoRA's data, and the checks that need it."""
     from fuselora.content import content_faults, read_content
+    from fuselora.engine.settings import exact_settings
 
     adapters = {m.assignment.order: m.assignment.adapter for m in matched.matchings}
     n_bytes = sum(adapter.header.n_bytes for adapter in adapters.values())
-    with progress.phase("read LoRAs", n_bytes) as advance:
+    with exact_settings(), progress.phase("read LoRAs", n_bytes) as advance:
         contents = tuple(
             read_content(adapters[order], digest=asked.digest, advance=advance) for order in sorted(adapters)
         )

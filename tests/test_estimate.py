@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,14 +14,15 @@ from typer.testing import CliRunner
 
 from fuselora import estimate as room
 from fuselora.cli import app
-from fuselora.engine.kernel import choose
+from fuselora.engine.kernel import Kernels, Lost, choose
 from fuselora.engine.means import Means
 from fuselora.errors import OutputError
 from fuselora.estimate import START_SECONDS, Estimate, Rates, estimate
+from fuselora.planning import Factor, Full, Fuse
 from tests.small import lora, noise, pair, planned, tree, write
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    import torch
 
     from fuselora.planning import FusePlan
 
@@ -59,6 +63,7 @@ def test_bytes_over_bandwidth_and_operations_over_rate(
 ) -> None:
     plan = make_plan(tmp_path)
     fixed(monkeypatch)
+    monkeypatch.setattr(room, "cores", lambda: 4)
     found = estimate(plan, Means(choose("auto"), 2), tmp_path / "out")
     assert found.disk == plan.bytes_in / 100 + plan.bytes_out / 50
     assert found.cores == (8 + (plan.bytes_in + plan.bytes_out) / 10) / 2
@@ -68,8 +73,19 @@ def test_bytes_over_bandwidth_and_operations_over_rate(
 
 def test_without_digests_nothing_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fixed(monkeypatch)
+    monkeypatch.setattr(room, "cores", lambda: 4)
     found = estimate(make_plan(tmp_path, digest=False), Means(choose("auto"), 4), tmp_path / "out")
     assert (found.cores, found.digest) == (2.0, 0.0)
+
+
+@pytest.mark.parametrize(("jobs", "n_cores", "side_by_side"), [(4, 2, 2), (3, 64, 3), (64, 64, 8)])
+def test_no_more_sums_run_at_once_than_there_are_workers_and_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int, n_cores: int, side_by_side: int
+) -> None:
+    fixed(monkeypatch, kernel_seconds=24.0)
+    monkeypatch.setattr(room, "cores", lambda: n_cores)
+    found = estimate(make_plan(tmp_path, digest=False), Means(choose("auto"), jobs), tmp_path / "out")
+    assert found.cores == 24 / side_by_side
 
 
 def test_a_probe_measures_and_leaves_nothing(tmp_path: Path) -> None:
@@ -88,6 +104,62 @@ def test_twice_the_elements_of_a_sort_take_twice_as_long(
     (step,) = plan.fused_steps
     monkeypatch.setattr(room, "_chunk_seconds", lambda step, kernels: 0.5)
     assert room._kernel_seconds(plan, choose("auto")) == 0.5 * step.rows * step.columns
+
+
+def some_step(rows: int, n_full: int = 0) -> Fuse:
+    diff = Full(Factor(Path("lora"), "diff", "F32", (rows, 32), 0, rows * 128), 1.0)
+    return Fuse("m.weight", "F32", "F32", rows, 32, 0, 0, ((0, rows),), (diff,) * n_full)
+
+
+def timed_rows(monkeypatch: pytest.MonkeyPatch, *steps: Fuse) -> tuple[list[int], float]:
+    """The rows of the steps that are timed, each of which takes its rows in seconds; and the estimate."""
+    found: list[int] = []
+
+    def seconds(step: Fuse, kernels: Kernels) -> float:
+        found.append(step.rows)
+        return float(step.rows)
+
+    monkeypatch.setattr(room, "_chunk_seconds", seconds)
+    plan: Any = SimpleNamespace(fused_steps=steps)
+    return found, room._kernel_seconds(plan, choose("auto"))
+
+
+def test_the_largest_step_of_a_sort_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, total = timed_rows(monkeypatch, some_step(1), some_step(9), some_step(5))
+    assert found == [9]
+    assert total == 9 * (1 + 9 + 5) * 32
+
+
+def test_differences_make_a_sort_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = timed_rows(monkeypatch, some_step(7, n_full=2), some_step(9, n_full=1), some_step(5))
+    assert sorted(found) == [5, 7, 9]
+
+
+@dataclass
+class Noted:
+    """A kernel that computes nothing and notes which rows it was asked for."""
+
+    asked: list[tuple[int, int]]
+    name: str = "noted"
+    accumulate: str = "float32"
+
+    def fits(self, step: Fuse) -> bool:
+        return True
+
+    def load(self, step: Fuse) -> Noted:
+        return self
+
+    def rows(self, base: torch.Tensor, out: torch.Tensor, first: int, last: int) -> Lost:
+        assert base.shape == out.shape == (last - first, 32)
+        self.asked.append((first, last))
+        return Lost()
+
+
+def test_the_last_chunk_is_timed() -> None:
+    """The first one alone counts what rounding loses."""
+    kernel = Noted([])
+    room._chunk_seconds(replace(some_step(400), chunks=((0, 64), (64, 400))), Kernels((kernel,)))
+    assert set(kernel.asked) == {(64, 400)}
 
 
 def test_a_place_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,14 +187,7 @@ def asking(folder: Path) -> list[str]:
 
 
 def test_plan_prints_it(tmp_path: Path) -> None:
-    make_plan(tmp_path)
-    asked = [
-        "plan",
-        "--base",
-        str(tmp_path / "base.safetensors"),
-        "--lora",
-        str(tmp_path / "lora.safetensors"),
-    ]
+    asked = asking(tmp_path)
     result = CliRunner().invoke(app, [*asked, "--estimate", "--jobs", "2", "--out", str(tmp_path / "out")])
     assert result.exit_code == 0
     assert re.search(r"About \d+ s: the \w+ (is|are) the limit", result.stdout)
@@ -134,12 +199,5 @@ def test_plan_prints_it(tmp_path: Path) -> None:
 
 
 def test_a_plan_without_it_says_null(tmp_path: Path) -> None:
-    make_plan(tmp_path)
-    asked = [
-        "plan",
-        "--base",
-        str(tmp_path / "base.safetensors"),
-        "--lora",
-        str(tmp_path / "lora.safetensors"),
-    ]
+    asked = asking(tmp_path)
     assert json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)["estimate"] is None

@@ -7,7 +7,7 @@ torch's device-generic API is used throughout: cuda, xpu, npu and mps go the sam
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import c_char
 from dataclasses import dataclass
@@ -18,14 +18,19 @@ import torch
 from fuselora.delta.sums import add_full, add_low_rank
 from fuselora.engine.factors import read_factor, read_rows
 from fuselora.engine.kernel import Lost, Sum, count_lost
+from fuselora.engine.settings import exact_settings
+from fuselora.engine.threads import FACTOR_ELEMENTS
 from fuselora.errors import InputError, NumericError
-from fuselora.planning import BLOCK_BYTES, UNIT_ROWS, Full, Fuse, LowRank
+from fuselora.planning import UNIT_ROWS, Full, Fuse, LowRank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 HINT = "Use --device cpu, which needs no accelerator and is bound by the disk all the same."
-HEADROOM = 4  # a block in its own dtype, its float32 sum, one product and the result
+# of an element of a chunk: its base, its float32 sum, a difference, the result, and the sample that
+# rounding is counted on, which may be all of a chunk
+CHUNK_ITEM_BYTES = 32
+WORKSPACE_BYTES = 32 << 20  # what cuBLAS holds for each stream on a Hopper card; elsewhere it is less
 
 
 def choose_device(name: str) -> torch.device:
@@ -44,18 +49,52 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def needed_bytes(steps: Iterable[Fuse], workers: int) -> int:
-    """Bytes on the device at the peak: blocks of all workers, and the largest factors in float32, twice."""
-    factors = max((4 * step.factor_elements for step in steps), default=0)
-    return workers * HEADROOM * BLOCK_BYTES + 2 * factors
+def needed_bytes(steps: Sequence[Fuse], workers: int) -> int:
+    """Bytes on the device at the peak: a chunk for each worker, and the factors held, in float32.
+
+    Those are ``FACTOR_ELEMENTS`` at most, or those of one block, which may hold two large tensors' ends.
+    """
+    chunk = max((_chunk_rows(step) * step.columns for step in steps), default=0)
+    factors = [step.factor_elements for step in steps]
+    held = min(sum(factors), max(FACTOR_ELEMENTS, 2 * max(factors, default=0)))
+    return workers * (chunk * CHUNK_ITEM_BYTES + WORKSPACE_BYTES) + 4 * held
+
+
+def _chunk_rows(step: Fuse) -> int:
+    return max((last - first for first, last in step.chunks), default=0)
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """None where the device cannot say."""
+    """None where the device cannot say. Raises ``InputError`` where it cannot be used."""
     backend = _backend(device)
     if not hasattr(backend, "mem_get_info"):
         return None
-    return int(backend.mem_get_info(device)[0])
+    try:
+        return int(backend.mem_get_info(device)[0])
+    except RuntimeError as error:
+        raise InputError(f"--device {device}: {error}", hint=HINT, device=str(device)) from error
+
+
+def sums_agree(device: torch.device) -> bool:
+    """Whether small sums on the device are those in float32 on the CPU; with TF32 on, they are not."""
+    random = torch.Generator().manual_seed(0)
+    rows, columns, rank, scale = 2 * UNIT_ROWS, 320, 24, 0.3
+    up, down, base, diff = (
+        torch.randn(shape, generator=random, dtype=torch.float32, device="cpu")
+        for shape in ((rows, rank), (rank, columns), (rows, columns), (rows, columns))
+    )
+    with exact_settings():
+        wanted = torch.addmm(base, up, down, alpha=scale).add(diff, alpha=scale)
+        size = torch.addmm(base.abs(), up.abs(), down.abs(), alpha=scale).add(diff.abs(), alpha=scale)
+        try:
+            total = base.to(device, copy=True)
+            add_low_rank(total, up.to(device), down.to(device), scale)
+            add_full(total, diff.to(device), scale)
+            found, narrow = total.cpu(), total.bfloat16().cpu()
+        except RuntimeError:  # a build of torch without kernels for this device
+            return False
+    close = (found - wanted).abs() <= size * 2.0**-18
+    return bool(close.all()) and torch.equal(narrow, found.bfloat16())
 
 
 def device_name(device: torch.device) -> str:
@@ -67,8 +106,12 @@ def device_name(device: torch.device) -> str:
 
 
 def pinned_memory(n_bytes: int) -> memoryview:
-    """Memory that a device copies from and to by itself; it starts on a page."""
-    held = torch.empty(max(n_bytes, 1), dtype=torch.uint8, pin_memory=True)
+    """Memory that a device copies from and to by itself; it starts on a page. Raises ``NumericError``."""
+    try:
+        held = torch.empty(max(n_bytes, 1), dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        what = f"{n_bytes} bytes of memory could not be pinned for the device: {error}"
+        raise NumericError(what, hint=HINT, needed=n_bytes) from error
     memory = (c_char * held.numel()).from_address(held.data_ptr())
     memory._held = held  # type: ignore[attr-defined]  # lives as long as the view of it
     return memoryview(memory).cast("B")
@@ -90,7 +133,8 @@ class OnDevice:
         return True
 
     def load(self, step: Fuse) -> Sum:
-        return _DeviceSum(self.device, tuple(self._adder(delta, step.columns) for delta in step.deltas))
+        with _out_of_memory(self.device):
+            return _DeviceSum(self.device, tuple(self._adder(delta, step.columns) for delta in step.deltas))
 
     def _adder(self, delta: LowRank | Full, columns: int) -> Callable[[torch.Tensor, int, int], None]:
         scale = delta.scale

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -21,17 +21,31 @@ def one_thread() -> None:
         _told.done = True
 
 
+class _Users:
+    """Threads inside ``exact_settings``: the first one in saves what the last one out gives back."""
+
+    lock = threading.Lock()
+    count = 0
+    threads = 1
+    restore_precision: Callable[[], None]
+
+
+_inside = threading.local()
+
+
 @contextmanager
 def exact_settings() -> Iterator[None]:
-    """float32 sums in float32, each in the thread that asks for it."""
-    threads, precision = torch.get_num_threads(), _matmul_precision()
-    torch.set_num_threads(1)
-    torch.set_float32_matmul_precision(HIGHEST)
+    """float32 sums in float32, each in the thread that asks for it. Several threads may be inside at once."""
+    if getattr(_inside, "exact", False):
+        yield
+        return
+    threads = _enter()
+    _inside.exact = True
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
-        torch.set_float32_matmul_precision(precision)
+        _inside.exact = False
+        _leave(threads)
 
 
 def cpu_type() -> str:
@@ -44,8 +58,43 @@ def cpu_type() -> str:
     return "_".join(found)
 
 
-def _matmul_precision() -> str:
+def _enter() -> int:
+    """The number of threads that the calling thread goes back to."""
+    with _Users.lock:
+        threads = torch.get_num_threads()
+        if _Users.count == 0:
+            _Users.threads, _Users.restore_precision = threads, _saved_precision()
+            torch.set_float32_matmul_precision(HIGHEST)
+        elif threads == 1:  # a new thread begins with what another one has set
+            threads = _Users.threads
+        torch.set_num_threads(1)  # torch keeps the number for each thread
+        _Users.count += 1
+        return threads
+
+
+def _leave(threads: int) -> None:
+    with _Users.lock:
+        torch.set_num_threads(threads)
+        _Users.count -= 1
+        if _Users.count == 0:
+            _Users.restore_precision()
+
+
+def _saved_precision() -> Callable[[], None]:
+    """What gives the present precision back."""
     try:
-        return torch.get_float32_matmul_precision()
+        precision = torch.get_float32_matmul_precision()
     except RuntimeError:  # torch 2.9 and newer, when it was set for one backend alone
-        return HIGHEST
+        return _saved_by_backend()
+    return lambda: torch.set_float32_matmul_precision(precision)
+
+
+def _saved_by_backend() -> Callable[[], None]:
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    saved = [(backend, backend.fp32_precision) for backend in backends]
+
+    def restore() -> None:
+        for backend, precision in saved:
+            backend.fp32_precision = precision
+
+    return restore

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fuselora.digest import read_range, sha256_file
+from fuselora.digest import read_range
 from fuselora.engine.blocks import Block, Part, blocks, buffer_bytes
 from fuselora.engine.buffers import Buffer, Pool, own_memory
 from fuselora.engine.held import Held
@@ -30,6 +30,7 @@ from fuselora.engine.source import Source, opened
 from fuselora.engine.threads import READERS, WRITERS
 from fuselora.errors import NumericError
 from fuselora.header import PAGE
+from fuselora.planning import BLOCK_BYTES
 from fuselora.reading import changed, reading, state
 from fuselora.tensors import bytes_finite
 
@@ -127,11 +128,13 @@ class _Run:
         self._advance(len(header))
 
     def blocks(self) -> None:
+        # lanes are finished in this order: one is before those that it gives work to
         names = (*(f"read-{i}" for i in range(READERS)), "hash-base", "load",
                  *(f"compute-{i}" for i in range(self._means.workers)), "place", "hash-out",
                  *(f"write-{i}" for i in range(WRITERS)))  # fmt: skip
         with lanes(self._flow, names, self._means.n_buffers) as opened_lanes:
             self._schedule(dict(zip(names, opened_lanes, strict=True)))
+        self._held.clear()
 
     def sha256(self) -> str | None:
         return self._out_hash.hexdigest() if self._means.digest else None
@@ -142,8 +145,15 @@ class _Run:
         # Out of order, the base's bytes do not pass by as the file holds them.
         if self._hash_base:
             return self._base_hash.hexdigest()
-        with reading(self._file.base.path):
-            return sha256_file(self._file.base.path)
+        return self._source_sha256()
+
+    def _source_sha256(self) -> str:
+        """Of the open file: its path may be another file's by now."""
+        room, hasher, n_bytes = own_memory(BLOCK_BYTES), hashlib.sha256(), self._file.base.n_bytes
+        for at in range(0, n_bytes, BLOCK_BYTES):
+            self._flow.check()
+            hasher.update(self._source.read(memoryview(room), at, min(BLOCK_BYTES, n_bytes - at)))
+        return hasher.hexdigest()
 
     def _schedule(self, lane: dict[str, Lane]) -> None:
         """Buffers are given out here, in the order of the blocks: with one in hand a block can end."""

@@ -1,8 +1,8 @@
 """Runs a ``fuselora`` command and writes where the time went, as JSON: ``profiled FILE COMMAND...``.
 
 For phases of the run (in the main thread) and lanes of the engine (threads of one name are summed): calls,
-wall clock, of that how long they waited for an earlier lane or for a core, and CPU seconds. The phase
-``fuse`` holds all lanes.
+wall clock, of that how long they waited for an earlier lane, a core or room for factors, and CPU
+seconds. The phase ``fuse`` holds all lanes and what is done after them, publishing included.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fuselora import cli
+from fuselora.engine import held
 from fuselora.engine.lanes import Flow, Job, Lane
 from fuselora.engine.sink import Sink
 from fuselora.report import Reporter
@@ -112,6 +113,7 @@ def watch(times: Times) -> None:
         (Reporter, "phase", timed_phase),
         (Sink, "finish", timed_finish),
         (Flow, "wait", times.waiting(Flow.wait)),
+        (held._Count, "await_at_most", times.waiting(held._Count.await_at_most)),
         (threading.BoundedSemaphore, "__enter__", times.waiting(threading.Semaphore.acquire)),
     )
     for owner, name, changed in changes:

@@ -98,7 +98,7 @@ def _profile(profile: dict[str, Any]) -> str:
     lines.append(f"{OUTSIDE:{width}} {'':6} {profile['seconds'] - profile['inside']:7.2f}")
     lines += [_spent(phase, width) for phase in profile["phases"]]
     rest = profile["inside"] - sum(phase["wall"] for phase in profile["phases"])
-    lines.append(f"{'match, plan, publish':{width}} {'':6} {rest:7.2f}")
+    lines.append(f"{'match, plan':{width}} {'':6} {rest:7.2f}")
     lines += [_spent({**lane, "name": f"  lane {lane['name']}"}, width) for lane in profile["lanes"]]
     return "\n".join(lines)
 

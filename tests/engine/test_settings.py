@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from fuselora.content import LoraContent, read_content
 from fuselora.engine.settings import exact_settings, one_thread
+from tests.small import lora, noise, pair, planned, write
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +44,55 @@ def test_settings_within_settings() -> None:
     assert settings() == (2, "medium")
 
 
+def test_two_merges_at_once() -> None:
+    """The first one in is the first one out, while the other one still computes."""
+    meeting = threading.Barrier(2, timeout=60)
+    found: dict[str, tuple[int, str]] = {}
+
+    def first() -> None:
+        with exact_settings():
+            meeting.wait()
+            meeting.wait()
+        found["first out"] = settings()
+        meeting.wait()
+
+    def second() -> None:
+        meeting.wait()
+        with exact_settings():
+            meeting.wait()
+            meeting.wait()
+            found["second inside"] = settings()
+        found["second out"] = settings()
+
+    threads = [threading.Thread(target=act) for act in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == {
+        "first out": (2, "highest"),
+        "second inside": (1, "highest"),
+        "second out": (2, "medium"),
+    }
+    assert settings() == (2, "medium")
+
+
+def test_the_data_of_loras_is_looked_at_in_one_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+
+    def looked(*arguments: Any, **options: Any) -> LoraContent:
+        found.append(torch.get_num_threads())
+        return read_content(*arguments, **options)
+
+    monkeypatch.setattr("fuselora.content.read_content", looked)
+    base = write(tmp_path / "base.safetensors", {"m.weight": noise(8, 6)})
+    planned(base, [lora(tmp_path / "lora.safetensors", pair("m", noise(8, 2), noise(2, 6)))])
+    assert found == [1]
+    assert settings() == (2, "medium")
+
+
 def test_each_thread_is_told_for_itself() -> None:
     """torch may keep the number for each thread, and a lane starts with the caller's."""
     found: list[tuple[int, int]] = []
@@ -64,11 +117,17 @@ def test_settings_come_back_after_an_error() -> None:
 
 
 def test_a_precision_that_torch_cannot_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes back for each backend: no one name says what was set."""
+    cuda, mkldnn = (SimpleNamespace(matmul=SimpleNamespace(fp32_precision=p)) for p in ("tf32", "bf16"))
+    monkeypatch.setattr(torch.backends, "cuda", cuda)
+    monkeypatch.setattr(torch.backends, "mkldnn", mkldnn)
+
     def refuse() -> str:
         raise RuntimeError("mix of the legacy and new APIs")
 
     monkeypatch.setattr(torch, "get_float32_matmul_precision", refuse)
     with exact_settings():
-        monkeypatch.undo()
-        assert settings() == (1, "highest")
+        cuda.matmul.fp32_precision = mkldnn.matmul.fp32_precision = "ieee"
+    assert (cuda.matmul.fp32_precision, mkldnn.matmul.fp32_precision) == ("tf32", "bf16")
+    monkeypatch.undo()
     assert settings() == (2, "highest")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import random
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -259,11 +261,33 @@ def test_a_system_without_fdatasync_uses_fsync(
 
 def test_space_is_claimed_before_anything_is_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     claimed: list[tuple[int, int]] = []
-    monkeypatch.setattr(
-        os, "posix_fallocate", lambda fd, offset, n: claimed.append((offset, n)), raising=False
-    )
-    with created(path, 12_345, 0o600, direct=True):
-        assert claimed == [(0, 12_345)]
+    monkeypatch.setattr(room, "claim", lambda fd, n: claimed.append((fd, n)))
+    with created(path, 12_345, 0o600, direct=True) as sink:
+        assert claimed == [(sink.descriptor, 12_345)]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="fallocate is Linux'")
+def test_a_claim_takes_the_space(path: Path) -> None:
+    with path.open("wb") as stream:
+        room.claim(stream.fileno(), 1 << 20)
+        found = os.fstat(stream.fileno())
+    assert found.st_size == 1 << 20
+    assert found.st_blocks * 512 >= 1 << 20
+
+
+def test_a_claim_says_what_the_system_says(path: Path) -> None:
+    path.touch()
+    with path.open("rb") as stream, pytest.raises(OSError, match=os.strerror(errno.EBADF)) as caught:
+        room.claim(stream.fileno(), 100)
+    assert caught.value.errno == errno.EBADF
+
+
+def test_an_interrupted_claim_is_made_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [-1, 0]
+    monkeypatch.setattr(room, "_fallocate", lambda: lambda *_: answers.pop(0))
+    monkeypatch.setattr(ctypes, "get_errno", lambda: errno.EINTR)
+    room.claim(0, 100)
+    assert not answers
 
 
 @pytest.mark.parametrize("number", sorted(NO_FALLOCATE))
@@ -276,7 +300,7 @@ def test_a_file_system_that_cannot_claim(
 
 
 def test_a_system_that_cannot_claim(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    monkeypatch.setattr(room, "_fallocate", lambda: None)
     with created(path, 12_345, 0o600, direct=True):
         assert path.stat().st_size == 12_345
 
@@ -292,13 +316,13 @@ def test_a_disk_without_room_is_met_at_once(path: Path, monkeypatch: pytest.Monk
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    def fallocate(descriptor: int, offset: int, n_bytes: int) -> None:
+    def claim(descriptor: int, n_bytes: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "posix_fallocate", fallocate, raising=False)
+    monkeypatch.setattr(room, "claim", claim)
 
 
-@pytest.mark.parametrize("call", ["posix_fallocate", "fchmod"])
+@pytest.mark.parametrize("call", ["fuselora.engine.sink.claim", "os.fchmod"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), OSError(errno.EPERM, "no")])
 def test_an_opening_that_fails_leaves_nothing_open(
     path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: BaseException
@@ -309,7 +333,7 @@ def test_an_opening_that_fails_leaves_nothing_open(
         assert len(disk.opened) == 2
         raise error
 
-    monkeypatch.setattr(os, call, fail, raising=False)
+    monkeypatch.setattr(call, fail)
     with pytest.raises(type(error)):
         Sink(path, 100, 0o600, direct=True)
     assert disk.opened == {}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import gc
 import hashlib
 import itertools
 import os
 import signal
 import threading
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,19 +18,20 @@ import torch
 from safetensors.torch import load_file
 
 import fuselora
-from fuselora.engine import stream
+from fuselora.engine import sink, stream
 from fuselora.engine.blocks import blocks, buffer_bytes
 from fuselora.engine.kernel import BF16, FLOAT32, Kernels, Loaded
 from fuselora.engine.means import Means
 from fuselora.engine.sink import NO_FALLOCATE, Sink
 from fuselora.engine.stream import WrittenFile, write_file
 from fuselora.errors import ChangedError, NumericError, OutputError, ReadError
-from fuselora.planning import OutputFile
+from fuselora.planning import Fuse, OutputFile
 from tests.engine.watch import CountingPool, Disk, Gauge, Limited, watched
 from tests.small import lora, noise, pair, planned, tree, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import ModuleType
 
 _watched = pytest.fixture(autouse=True)(watched)
 
@@ -151,6 +154,46 @@ def test_a_reordered_file_has_the_bases_digest_too(tmp_path: Path) -> None:
     written = write_file(file, tmp_path / "out", Means(BOTH, 2), advance=lambda done: None)
     assert written.base_sha256 == hashlib.sha256(base.read_bytes()).hexdigest()
     assert written.sha256 == hashlib.sha256((tmp_path / "out").read_bytes()).hexdigest()
+
+
+def test_the_digest_of_a_reordered_base_is_of_the_file_that_was_read(tmp_path: Path) -> None:
+    """Not of another one that has taken its place meanwhile."""
+    tensors = {"odd.weight": noise(1, 1), "s": torch.arange(5), "m.weight": noise(130, 32)}
+    base = write(tmp_path / "base.safetensors", tensors)
+    one = lora(tmp_path / "l.safetensors", pair("m", noise(130, 1), noise(1, 32)))
+    (file,) = planned(base, [one], dtype="bfloat16").files
+    digest = hashlib.sha256(base.read_bytes()).hexdigest()
+
+    def replaced(done: int) -> None:
+        del done
+        if base.exists():
+            base.rename(tmp_path / "moved")
+            base.write_bytes(b"another")
+
+    written = write_file(file, tmp_path / "out", Means(BOTH, 2), advance=replaced)
+    assert base.read_bytes() == b"another"
+    assert written.base_sha256 == digest
+
+
+def test_no_factor_is_left_when_a_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the garbage collector, which need not run between two files."""
+    loaded: list[weakref.ref[Loaded]] = []
+    load = Kernels.load
+
+    def noted(kernels: Kernels, step: Fuse) -> Loaded:
+        found = load(kernels, step)
+        loaded.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(Kernels, "load", noted)
+    case = Case(tmp_path)
+    gc.disable()
+    try:
+        case.write()
+        assert loaded
+        assert not any(found() for found in loaded)
+    finally:
+        gc.enable()
 
 
 def test_progress_adds_up_to_the_file(case: Case) -> None:
@@ -550,11 +593,11 @@ def test_a_hasher_that_fails(case: Case, monkeypatch: pytest.MonkeyPatch, name: 
 
 
 def test_a_full_disk_is_met_before_the_work(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int, offset: int, n_bytes: int) -> None:
-        assert (offset, n_bytes) == (0, case.file.n_bytes)
+    def full(descriptor: int, n_bytes: int) -> None:
+        assert n_bytes == case.file.n_bytes
         raise fails(errno.ENOSPC)
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr("fuselora.engine.sink.claim", full)
     monkeypatch.setattr(os, "preadv", Limited(os.preadv, calls=0, error=fails(errno.EIO)))
     with pytest.raises(OSError, match="No space left") as caught:
         case.write()
@@ -563,27 +606,27 @@ def test_a_full_disk_is_met_before_the_work(case: Case, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("number", sorted(NO_FALLOCATE))
 def test_a_file_system_that_cannot_reserve(case: Case, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    def refuse(descriptor: int, offset: int, n_bytes: int) -> None:
+    def refuse(descriptor: int, n_bytes: int) -> None:
         raise fails(number)
 
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr("fuselora.engine.sink.claim", refuse)
     case.write()
     assert case.out.stat().st_size == case.file.n_bytes
 
 
 def test_a_system_without_fallocate(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "posix_fallocate")
+    monkeypatch.setattr("fuselora.engine.sink._fallocate", lambda: None)
     case.write()
     assert case.out.stat().st_size == case.file.n_bytes
 
 
-@pytest.mark.parametrize("call", ["pwrite", "posix_fallocate"])
+@pytest.mark.parametrize(("module", "call"), [(os, "pwrite"), (sink, "claim")])
 def test_a_merge_on_a_full_disk_says_what_it_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, call: str
 ) -> None:
     case = Case(tmp_path)
     calls = 3 if call == "pwrite" else 0
-    monkeypatch.setattr(os, call, Limited(getattr(os, call), calls=calls, error=fails(errno.ENOSPC)))
+    monkeypatch.setattr(module, call, Limited(getattr(module, call), calls=calls, error=fails(errno.ENOSPC)))
     with pytest.raises(OutputError, match=r"base\.safetensors: cannot be written: No space left") as caught:
         case.merge()
     facts = caught.value.facts
