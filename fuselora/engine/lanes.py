@@ -104,17 +104,17 @@ def lanes(flow: Flow, names: tuple[str, ...], depth: int) -> Iterator[tuple[Lane
         for lane in opened:
             lane.finish()
     except BaseException as error:
-        flow.fail(error)
-        _await(opened)
+        _stop(opened, flow, error)
         if flow.error is None:
             raise
         raise flow.error from flow.error.__cause__
 
 
-def _await(opened: list[Lane]) -> None:
-    """Until no thread is left. A second Ctrl-C must not close the files that they still write to."""
+def _stop(opened: list[Lane], flow: Flow, error: BaseException) -> None:
+    """Wait until no thread is left. A second Ctrl-C must not close the files that they still write to."""
     while True:
         try:
+            flow.fail(error)
             for lane in opened:
                 lane.join()
         except KeyboardInterrupt:
