@@ -132,9 +132,11 @@ class _Run:
         names = (*(f"read-{i}" for i in range(READERS)), "hash-base", "load",
                  *(f"compute-{i}" for i in range(self._means.workers)), "place", "hash-out",
                  *(f"write-{i}" for i in range(WRITERS)))  # fmt: skip
-        with lanes(self._flow, names, self._means.n_buffers) as opened_lanes:
-            self._schedule(dict(zip(names, opened_lanes, strict=True)))
-        self._held.clear()
+        try:
+            with lanes(self._flow, names, self._means.n_buffers) as opened_lanes:
+                self._schedule(dict(zip(names, opened_lanes, strict=True)))
+        finally:
+            self._held.clear()
 
     def sha256(self) -> str | None:
         return self._out_hash.hexdigest() if self._means.digest else None

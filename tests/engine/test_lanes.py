@@ -195,3 +195,31 @@ def test_stopped_never_hides_the_reason() -> None:
     assert str(flow.error) == "reason"
     with pytest.raises(Stopped):
         flow.check()
+
+
+def test_an_interrupt_while_the_lanes_are_told_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    working, gate, ended = (threading.Event() for _ in range(3))
+    fail, pressed = Flow.fail, list[int]()
+
+    def interrupted(flow: Flow, error: BaseException) -> None:
+        if threading.current_thread() is threading.main_thread() and not pressed:
+            pressed.append(1)
+            threading.Timer(0.2, gate.set).start()
+            signal.raise_signal(signal.SIGINT)
+        fail(flow, error)
+
+    def work() -> None:
+        working.set()
+        gate.wait(30)
+        ended.set()
+
+    first = ValueError("x")
+    monkeypatch.setattr(Flow, "fail", interrupted)
+    with pytest.raises(BaseException) as caught, lanes(Flow(), ("a",), depth=1) as (a,):
+        a.put(work)
+        assert working.wait(30)
+        raise first
+    was_ended = ended.is_set()
+    gate.set()
+    assert was_ended
+    assert caught.value is first

@@ -175,7 +175,9 @@ def test_the_digest_of_a_reordered_base_is_of_the_file_that_was_read(tmp_path: P
     assert written.base_sha256 == digest
 
 
-def test_no_factor_is_left_when_a_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_factor_is_left_by_a_file_that_ends_with_a_fused_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without the garbage collector, which need not run between two files."""
     loaded: list[weakref.ref[Loaded]] = []
     load = Kernels.load
@@ -186,10 +188,12 @@ def test_no_factor_is_left_when_a_file_is_written(tmp_path: Path, monkeypatch: p
         return found
 
     monkeypatch.setattr(Kernels, "load", noted)
-    case = Case(tmp_path)
+    base = write(tmp_path / "base.safetensors", {"m.weight": noise(400, 32)})
+    one = lora(tmp_path / "l.safetensors", pair("m", noise(400, 4), noise(4, 32)))
+    (file,) = planned(base, [one]).files
     gc.disable()
     try:
-        case.write()
+        write_file(file, tmp_path / "out", Means(BOTH, 2), advance=lambda done: None)
         assert loaded
         assert not any(found() for found in loaded)
     finally:
