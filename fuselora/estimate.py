@@ -10,6 +10,7 @@ import hashlib
 import os
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,14 +102,8 @@ def _read_rate(plan: FusePlan) -> float:
     n_bytes = min(PROBE_BYTES, base.n_bytes // PAGE * PAGE)
     if n_bytes == 0:
         return float("inf")
-    room = transfer_memory(BLOCK_BYTES + 2 * PAGE)
     with opened(base.path, direct=True) as source:
-
-        def read() -> None:
-            for at in range(0, n_bytes, BLOCK_BYTES):
-                source.read(room, at, min(BLOCK_BYTES, n_bytes - at))
-
-        return n_bytes / _seconds(read)
+        return n_bytes / _seconds(lambda: deque(source.first(n_bytes), maxlen=0))
 
 
 def _write_rate(out: Path) -> float:
@@ -141,7 +136,8 @@ def _kernel_seconds(plan: FusePlan, kernels: Kernels) -> float:
             sort = (kernels.of(step).name, step.base_dtype, step.dtype, _rank(step), _differences(step))
             sorts.setdefault(sort, []).append(step)
     return sum(
-        _chunk_seconds(max(steps, key=_elements), kernels) * sum(map(_elements, steps))
+        _chunk_seconds(max(steps, key=lambda step: step.n_elements), kernels)
+        * sum(step.n_elements for step in steps)
         for steps in sorts.values()
     )
 
@@ -167,10 +163,6 @@ def _rank(step: Fuse) -> int:
 
 def _differences(step: Fuse) -> int:
     return sum(isinstance(delta, Full) for delta in step.deltas)
-
-
-def _elements(step: Fuse) -> int:
-    return step.rows * step.columns
 
 
 def _seconds(act: Callable[[], object]) -> float:

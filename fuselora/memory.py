@@ -39,7 +39,7 @@ def _file_memory(file: OutputFile, kernel: Kernel, jobs: int) -> int:
 def _largest_chunk(file: OutputFile) -> int:
     """Its elements."""
     fused = (step for step in file.steps if isinstance(step, Fuse))
-    return max((max(last - first for first, last in step.chunks) * step.columns for step in fused), default=0)
+    return max((step.chunk_elements for step in fused), default=0)
 
 
 def _factors(cut: Iterable[Block], n_blocks: int) -> int:

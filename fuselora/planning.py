@@ -104,12 +104,21 @@ class Fuse:
     deltas: tuple[Delta, ...]
 
     @property
+    def n_elements(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def chunk_elements(self) -> int:
+        """Of the largest chunk."""
+        return max((last - first for first, last in self.chunks), default=0) * self.columns
+
+    @property
     def n_bytes(self) -> int:
-        return self.rows * self.columns * DTYPE_BITS[self.dtype] // 8
+        return self.n_elements * DTYPE_BITS[self.dtype] // 8
 
     @property
     def base_bytes(self) -> int:
-        return self.rows * self.columns * DTYPE_BITS[self.base_dtype] // 8
+        return self.n_elements * DTYPE_BITS[self.base_dtype] // 8
 
     @property
     def factor_elements(self) -> int:

@@ -10,6 +10,8 @@ from contextlib import suppress
 from ctypes import addressof, c_char
 from typing import TYPE_CHECKING
 
+from fuselora.engine.lanes import POLL_SECONDS
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -34,7 +36,7 @@ def transfer_memory(n_bytes: int) -> memoryview:
     """Memory for direct I/O: huge pages where the system has them. Raises ``MemoryError``.
 
     A request to a disk names each stretch of memory that it touches, and holds only so many of them:
-    from pages of 4 KiB large transfers go out in pieces, which made them half as fast.
+    from pages of 4 KiB large transfers go out in pieces.
     """
     held = own_memory(n_bytes + HUGE_PAGE)
     start = -addressof(c_char.from_buffer(held)) % HUGE_PAGE
@@ -88,7 +90,7 @@ class Pool:
         while True:
             flow.check()
             try:
-                buffer = self._free.get(timeout=0.1)
+                buffer = self._free.get(timeout=POLL_SECONDS)
             except queue.Empty:
                 continue
             buffer.hold(1)

@@ -54,14 +54,10 @@ def needed_bytes(steps: Sequence[Fuse], workers: int) -> int:
 
     Those are ``FACTOR_ELEMENTS`` at most, or those of one block, which may hold two large tensors' ends.
     """
-    chunk = max((_chunk_rows(step) * step.columns for step in steps), default=0)
+    chunk = max((step.chunk_elements for step in steps), default=0)
     factors = [step.factor_elements for step in steps]
     held = min(sum(factors), max(FACTOR_ELEMENTS, 2 * max(factors, default=0)))
     return workers * (chunk * CHUNK_ITEM_BYTES + WORKSPACE_BYTES) + 4 * held
-
-
-def _chunk_rows(step: Fuse) -> int:
-    return max((last - first for first, last in step.chunks), default=0)
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -39,10 +39,6 @@ class Held:
         self._latest |= {step.base_key: self._counted(step) for step in new}
         return self._latest
 
-    def clear(self) -> None:
-        """Let go of the last block's factors, which would wait for the garbage collector."""
-        self._latest = {}
-
     def _counted(self, step: Fuse) -> Loaded:
         loaded, elements = self._load(step), step.factor_elements
         self._count.change(elements)

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fuselora.engine.buffers import transfer_memory
 from fuselora.header import PAGE
+from fuselora.planning import BLOCK_BYTES
 from fuselora.reading import changed, reading
 
 DIRECT: int | None = getattr(os, "O_DIRECT", None)
@@ -44,6 +46,12 @@ class Source:
         self._fill(room[:pages], offset - head, head + n_bytes)
         self._forget(offset - head, pages)
         return room[head : head + n_bytes]
+
+    def first(self, n_bytes: int) -> Iterator[memoryview]:
+        """The file's first bytes, block by block, each in the place of the last. Raises ``ChangedError``."""
+        room = transfer_memory(BLOCK_BYTES)
+        for at in range(0, n_bytes, BLOCK_BYTES):
+            yield self.read(room, at, min(BLOCK_BYTES, n_bytes - at))
 
     def close(self) -> None:
         for descriptor in (self.descriptor, self._direct):

@@ -21,7 +21,7 @@ from fuselora.digest import read_range
 from fuselora.engine.blocks import Block, Part, blocks, buffer_bytes
 from fuselora.engine.buffers import Buffer, Pool, own_memory
 from fuselora.engine.held import Held
-from fuselora.engine.kernel import Loaded, Lost
+from fuselora.engine.kernel import Kernels, Loaded, Lost
 from fuselora.engine.lanes import Flow, Lane, lanes
 from fuselora.engine.means import Means
 from fuselora.engine.settings import one_thread
@@ -30,7 +30,6 @@ from fuselora.engine.source import Source, opened
 from fuselora.engine.threads import READERS, WRITERS
 from fuselora.errors import NumericError
 from fuselora.header import PAGE
-from fuselora.planning import BLOCK_BYTES
 from fuselora.reading import changed, reading, state
 from fuselora.tensors import bytes_finite
 
@@ -110,7 +109,8 @@ class _Run:
         self._base_hash, self._out_hash = hashlib.sha256(), hashlib.sha256()
         self._flow = Flow()
         self._cpu = threading.BoundedSemaphore(max(1, means.jobs))
-        self._held = Held(self._load_factors, self._flow)
+        # not a method of this run, which would keep the last factors until the garbage collector comes
+        self._held = Held(partial(_load_factors, means.kernels, self._cpu), self._flow)
         self._tally, self._telling = threading.Lock(), threading.Lock()
         self.lost = Lost()
 
@@ -132,11 +132,8 @@ class _Run:
         names = (*(f"read-{i}" for i in range(READERS)), "hash-base", "load",
                  *(f"compute-{i}" for i in range(self._means.workers)), "place", "hash-out",
                  *(f"write-{i}" for i in range(WRITERS)))  # fmt: skip
-        try:
-            with lanes(self._flow, names, self._means.n_buffers) as opened_lanes:
-                self._schedule(dict(zip(names, opened_lanes, strict=True)))
-        finally:
-            self._held.clear()
+        with lanes(self._flow, names, self._means.n_buffers) as opened_lanes:
+            self._schedule(dict(zip(names, opened_lanes, strict=True)))
 
     def sha256(self) -> str | None:
         return self._out_hash.hexdigest() if self._means.digest else None
@@ -151,10 +148,9 @@ class _Run:
 
     def _source_sha256(self) -> str:
         """Of the open file: its path may be another file's by now."""
-        room, hasher, n_bytes = own_memory(BLOCK_BYTES), hashlib.sha256(), self._file.base.n_bytes
-        for at in range(0, n_bytes, BLOCK_BYTES):
-            self._flow.check()
-            hasher.update(self._source.read(memoryview(room), at, min(BLOCK_BYTES, n_bytes - at)))
+        hasher = hashlib.sha256()
+        for block in self._source.first(self._file.base.n_bytes):
+            hasher.update(block)
         return hasher.hexdigest()
 
     def _schedule(self, lane: dict[str, Lane]) -> None:
@@ -189,10 +185,6 @@ class _Run:
         one_thread()
         slot.loaded.update(self._held.take(part.step for part in slot.block.parts if part.step))
         slot.ready.set()
-
-    def _load_factors(self, step: Fuse) -> Loaded:
-        with self._cpu:
-            return self._means.kernels.load(step)
 
     def _compute(self, slot: _Slot) -> None:
         """The result may take the place of the base's bytes, so they have to be hashed before."""
@@ -238,6 +230,11 @@ class _Run:
         with self._cpu:
             self._out_hash.update(slot.out_bytes)
         slot.out.release()
+
+
+def _load_factors(kernels: Kernels, cpu: threading.BoundedSemaphore, step: Fuse) -> Loaded:
+    with cpu:
+        return kernels.load(step)
 
 
 @contextmanager

@@ -22,6 +22,8 @@ from fuselora.engine.sink import NO_FALLOCATE, Segment, Sink, created
 from fuselora.header import PAGE
 from tests.engine.watch import Disk, Limited, Refusal
 
+LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux has fallocate(2)")
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -266,7 +268,7 @@ def test_space_is_claimed_before_anything_is_written(path: Path, monkeypatch: py
         assert claimed == [(sink.descriptor, 12_345)]
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="fallocate is Linux'")
+@LINUX
 def test_a_claim_takes_the_space(path: Path) -> None:
     with path.open("wb") as stream:
         room.claim(stream.fileno(), 1 << 20)
@@ -275,6 +277,7 @@ def test_a_claim_takes_the_space(path: Path) -> None:
     assert found.st_blocks * 512 >= 1 << 20
 
 
+@LINUX
 def test_a_claim_says_what_the_system_says(path: Path) -> None:
     path.touch()
     with path.open("rb") as stream, pytest.raises(OSError, match=os.strerror(errno.EBADF)) as caught:
