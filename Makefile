@@ -18,7 +18,7 @@ OMNI_PIP := $(OMNI_VENV)/bin/python -m pip install --quiet --disable-pip-version
 BENCH ?= --gigabytes 1 --cases bf16+1xbf16,f32+1xbf16 --rounds 3 --float32-rounds 1 \
 	--peer-cases bf16+1xbf16 --peer-rounds 1
 
-.PHONY: demo test test-fast test-vllm-omni bench lint format clean
+.PHONY: demo test test-fast test-vllm-omni crash bench lint format clean
 
 demo: $(STAMP)  ## make a tiny Wan2.2 pair, merge it, verify it
 	$(BIN)/fuselora demo $(DEMO)
@@ -31,6 +31,9 @@ test-fast: $(STAMP)  ## without the slow ones
 
 test-vllm-omni: $(OMNI_STAMP)  ## against vLLM-Omni's own classes on the CPU; an environment of its own (2.5 GB)
 	$(OMNI_VENV)/bin/pytest $(OMNI)
+
+crash: $(STAMP)  ## a merge cut short at every call that writes, some 5,500 times
+	$(BIN)/python -m tests.crash
 
 bench: $(STAMP)  ## time and memory beside `cp` and other tools
 	$(BIN)/python scripts/bench.py --work build $(BENCH)

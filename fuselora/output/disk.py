@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from fuselora.errors import OutputError
 from fuselora.output.space import amount, available
+from fuselora.reading import MORE_FILES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -24,6 +25,8 @@ HINTS: Mapping[int, str] = {
     errno.EACCES: _WRITABLE,
     errno.EPERM: _WRITABLE,
     errno.EFBIG: "The file system (or ulimit -f) does not take files of this size; choose another --out.",
+    errno.EMFILE: MORE_FILES,
+    errno.ENFILE: MORE_FILES,
     errno.EIO: "The disk reports an error: look at the system's log before trusting it again.",
 }
 # What file systems that cannot sync a folder say.

@@ -121,15 +121,21 @@ class Journal:
 
 
 def read(folder: Path, fingerprint: str) -> dict[str, Entry]:
-    """The finished shards in the journal of ``folder``; none if it is of another schema or fingerprint.
+    """The finished shards in the journal of ``folder``; none if it is of another schema, version or plan.
 
     A torn line, left by a kill, and all after it are ignored.
     """
     lines = claims.journal_lines(folder)
-    if not lines or (lines[0]["schema"], lines[0].get("fingerprint")) != (SCHEMA, fingerprint):
+    header = lines[0] if lines else {}
+    if [header.get(name) for name in ("schema", "tool", "fingerprint")] != [SCHEMA, __version__, fingerprint]:
         return {}
     entries = (_entry(line) for line in lines[1:])
     return {entry.path: entry for entry in entries if entry is not None and claims.is_inside(entry.path)}
+
+
+def has_finished(folder: Path) -> bool:
+    """Whether the journal of ``folder`` lists a finished shard, of whichever plan."""
+    return len(claims.journal_lines(folder)) > 1
 
 
 def reusable(entry: Entry, file: Path, base_file: Path) -> bool:

@@ -11,6 +11,7 @@ import fcntl
 import os
 import re
 import socket
+import stat
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _OWNER = re.compile(rb"fuselora pid ([0-9]+) on (\S+)\n")
+# What a full disk or an interruption leaves of that line.
+_TORN = re.compile(rb"(fuselora pid ([0-9]+( (on?|on \S*)?)?)?)?")
 # File systems that know no locks: the run goes on without one.
 _UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
@@ -61,9 +64,11 @@ def refuse_held(path: Path) -> None:
 
 def refuse_foreign(path: Path) -> None:
     """Raises ``OutputError`` if something that is not our lock file is at ``path``."""
-    if not path.is_symlink() and not path.exists():
-        return
-    if path.is_symlink() or not path.is_file() or not _is_ours(path):
+    try:
+        mode = path.lstat().st_mode  # once: the one that holds it may remove it meanwhile
+    except OSError:
+        return  # nothing is there, or what is written next says why not
+    if not stat.S_ISREG(mode) or not _is_ours(path):
         raise OutputError(
             f"{path}: is in the place of fuselora's lock file and is not one",
             hint="Move it away, or choose another --out.",
@@ -74,7 +79,8 @@ def refuse_foreign(path: Path) -> None:
 def _is_ours(path: Path) -> bool:
     with writing(path), suppress(FileNotFoundError), path.open("rb") as stream:
         content = stream.read(512)
-        return content == b"" or _OWNER.fullmatch(content) is not None
+        torn = b"fuselora pid ".startswith(content) or _TORN.fullmatch(content)
+        return bool(torn) or _OWNER.fullmatch(content) is not None
     return True
 
 

@@ -17,7 +17,7 @@ from fuselora.filenames import FORMER_NAME, STAGE_NAME
 from fuselora.marker import JOURNAL_NAME
 from fuselora.output import claims, lock, occupancy, volume
 from fuselora.output.claims import NEW_JOURNAL_NAME
-from fuselora.output.disk import sync_folder, sync_tree, write_file, writing
+from fuselora.output.disk import HINTS, sync_folder, sync_tree, write_file, writing
 from fuselora.output.exchange import exchange
 from fuselora.output.inputs import refuse_inputs, refuse_links
 from fuselora.output.space import nearest
@@ -57,14 +57,11 @@ def prepare(out: Path, *, inputs: Sequence[Path], overwrite: bool, restart: bool
     staging folder's place is not ours, or if a live process is writing there.
     """
     with writing(out):
-        stage = _stage(_resolved(out), restart)
-        refuse_inputs((stage.out, stage.folder), inputs)
-        _refuse_parent(stage)
-        if occupancy.refuse_occupied(stage, overwrite):
-            refuse_links(stage.out, inputs)
-        occupancy.refuse_foreign(stage.folder)
-        lock.refuse_held(stage.lock)
-        return stage
+        try:
+            return _looked_over(out, inputs, overwrite=overwrite, restart=restart)
+        except (OutputError, FileNotFoundError):
+            pass  # what another run is moving at this moment looks like nobody's: it has its lock by now
+        return _looked_over(out, inputs, overwrite=overwrite, restart=restart)
 
 
 @contextmanager
@@ -101,7 +98,9 @@ def publish(stage: Stage, *, overwrite: bool) -> None:
             _replace(stage)
         else:
             _rename(stage.folder, stage.out)
-    with _published(stage):
+    with _published(stage, "the system does not say that its name is on disk"):
+        sync_folder(stage.out if stage.mounted else stage.out.parent)
+    with _published(stage, "what it replaced could not be removed", remove=stage.folder):
         _drop_former(stage, overwrite)
 
 
@@ -112,6 +111,18 @@ def discard(stage: Stage) -> None:
             volume.roll_back(stage.folder, stage.out, stage.former)
         if occupancy.is_ours(stage.folder):
             claims.remove(stage.folder)
+
+
+def _looked_over(out: Path, inputs: Sequence[Path], *, overwrite: bool, restart: bool) -> Stage:
+    stage = _stage(_resolved(out), restart)
+    refuse_inputs((stage.out, stage.folder), inputs)
+    _refuse_parent(stage)
+    lock.refuse_held(stage.lock)
+    if occupancy.refuse_occupied(stage, overwrite):
+        refuse_links(stage.out, inputs)
+    occupancy.refuse_foreign(stage.folder)
+    lock.refuse_held(stage.lock)
+    return stage
 
 
 def _stage(out: Path, restart: bool) -> Stage:
@@ -165,13 +176,10 @@ def _settle(stage: Stage) -> None:
 def _rename(folder: Path, out: Path) -> None:
     """The rename that publishes; an empty OUT is replaced by it."""
     _without_journal(folder, lambda: folder.rename(out).exists())
-    sync_folder(out.parent)
 
 
 def _replace(stage: Stage) -> None:
-    if _without_journal(stage.folder, lambda: exchange(stage.folder, stage.out)):
-        sync_folder(stage.out.parent)
-    else:
+    if not _without_journal(stage.folder, lambda: exchange(stage.folder, stage.out)):
         _replace_in_two_steps(stage)
 
 
@@ -206,13 +214,13 @@ def _drop_former(stage: Stage, overwrite: bool) -> None:
 
 
 @contextmanager
-def _published(stage: Stage) -> Iterator[None]:
+def _published(stage: Stage, what: str, *, remove: Path | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what = f"is complete, but what it replaced could not be removed: {error.strerror}"
-        hint = f"Remove {error.filename or stage.folder} by hand."
-        raise OutputError(f"{stage.out}: {what}", hint=hint, path=str(stage.out), published=True) from error
+        hint = f"Remove {error.filename or remove} by hand." if remove else HINTS.get(error.errno or 0)
+        text = f"{stage.out}: is complete, but {what}: {error.strerror}"
+        raise OutputError(text, hint=hint, path=str(stage.out), published=True) from error
 
 
 def _without_journal(folder: Path, move: Callable[[], bool]) -> bool:

@@ -46,7 +46,8 @@ def _unescaped(field: bytes) -> bytes:
 def move_up(folder: Path, out: Path, former: Path) -> None:
     """Publishes the staged ``folder`` into ``out``; a former output there goes to ``former``.
 
-    ``sweep`` then removes that. Raises ``OSError``, with everything back where it was if that can be done.
+    Once ``out`` is synced, ``sweep`` removes that. Raises ``OSError``, with everything back where it
+    was if that can be done.
     """
     try:
         _move_all_up(folder, out, former)
@@ -66,7 +67,6 @@ def _move_all_up(folder: Path, out: Path, former: Path) -> None:
     _move(folder, out, sorted(files))
     _sync_published(out)
     _move(folder, out, [MARKER_NAME])
-    sync_folder(out)
 
 
 def roll_back(folder: Path, out: Path, former: Path) -> None:
@@ -75,6 +75,7 @@ def roll_back(folder: Path, out: Path, former: Path) -> None:
         return
     staged = claims.marked_files(folder)
     if staged is None:
+        sync_folder(out)
         sweep(folder, out, former)
         return
     # A path still in the stage was not moved up yet: the one in OUT is the former output's.

@@ -117,9 +117,17 @@ def test_a_path_that_leaves_the_folder_is_no_shard(tmp_path: Path, path: str) ->
     assert read(tmp_path, PLAN) == {}
 
 
-@pytest.mark.parametrize(("old", "new"), [(b"sha256:plan", b"sha256:else"), (b"journal/1", b"journal/9")])
-def test_of_another_plan_or_schema_nothing_is_kept(tmp_path: Path, old: bytes, new: bytes) -> None:
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"sha256:plan", b"sha256:else"),
+        (b"journal/1", b"journal/9"),
+        (f'"tool":"{__version__}"'.encode(), b'"tool":"0.0.9"'),
+    ],
+)
+def test_of_another_plan_schema_or_version_nothing_is_kept(tmp_path: Path, old: bytes, new: bytes) -> None:
     text = filled(tmp_path)
+    assert old in text
     (tmp_path / JOURNAL_NAME).write_bytes(text.replace(old, new))
     assert read(tmp_path, PLAN) == {}
     with Journal.open(tmp_path, PLAN, files=["c.safetensors"]) as journal:

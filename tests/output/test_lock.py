@@ -155,3 +155,28 @@ def test_a_lock_that_fails_otherwise_is_an_output_error(
     monkeypatch.setattr(fcntl, "flock", broken)
     with pytest.raises(OutputError, match="Input/output"), lock.held(tmp_path / "lock"):
         pass
+
+
+@pytest.mark.parametrize("left", ["", "fuse", "fuselora pid 4", "fuselora pid 41 o", "fuselora pid 41 on ho"])
+def test_a_lock_whose_line_was_cut_short_blocks_nobody(out: Path, base: Path, left: str) -> None:
+    """A full disk took half of it."""
+    out.with_name("out.partial.lock").write_text(left)
+    run(out, base, "one")
+    assert tree(out) == expected("one")
+    assert names(out.parent) == ["out"]
+
+
+def test_a_lock_that_goes_while_it_is_looked_at_is_no_foreign_file(
+    out: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, lstat = out.with_name("out.partial.lock"), Path.lstat
+    path.write_text("")
+
+    def last_seen(self: Path) -> os.stat_result:
+        found = lstat(self)
+        if self == path:
+            self.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(Path, "lstat", last_seen)
+    assert ready(out, base).lock == path

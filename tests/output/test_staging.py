@@ -9,7 +9,7 @@ import pytest
 
 from fuselora.errors import OutputError
 from fuselora.marker import FILE_NAME, JOURNAL_NAME
-from fuselora.output import staging
+from fuselora.output import occupancy, staging
 from fuselora.output.journal import Journal
 from fuselora.output.staging import Stage, discard, open_stage, prepare, publish
 from tests.output import kills
@@ -466,6 +466,37 @@ def test_what_was_replaced_and_cannot_be_removed_is_said(
         run(out, base, "new", overwrite=True)
     assert caught.value.facts["published"] is True
     assert tree(out) == expected("new")
+
+
+def test_a_name_that_the_disk_does_not_confirm_is_said(
+    out: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(folder: Path) -> None:
+        if folder == out.parent:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(staging, "sync_folder", failing)
+    with pytest.raises(OutputError, match="out: is complete, but the system") as caught:
+        run(out, base, "one")
+    assert caught.value.facts["published"] is True
+    assert "system's log" in (caught.value.hint or "")
+    assert tree(out) == expected("one")
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "gone"), OutputError("looks foreign")])
+def test_what_another_run_moves_while_it_is_looked_at_is_looked_at_again(
+    out: Path, base: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    looked = list[Path]()
+
+    def moving(folder: Path) -> None:
+        looked.append(folder)
+        if len(looked) == 1:
+            raise error
+
+    monkeypatch.setattr(occupancy, "refuse_foreign", moving)
+    assert ready(out, base).out == out
+    assert len(looked) == 2
 
 
 # kills: at every step, nothing cleaned up
