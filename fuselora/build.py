@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,10 +17,11 @@ from fuselora.engine.kernel import Lost
 from fuselora.engine.means import Means, choose_means
 from fuselora.engine.settings import cpu_type, exact_settings
 from fuselora.engine.stream import WrittenFile, write_file
-from fuselora.errors import FuseloraError, Notice, OutputError, ReadError
+from fuselora.errors import FuseloraError, Notice, OutputError, ReadError, ResourceError
 from fuselora.output import assets, disk, space, staging
 from fuselora.output.index import encode_index
-from fuselora.output.journal import BaseState, Entry, Journal, reusable
+from fuselora.output.journal import BaseState, Entry, Journal, has_finished, reusable
+from fuselora.reading import changed, reading, state
 from fuselora.record import Machine, SideRecord, WeightRecord, marker_document
 from fuselora.side_files import survey
 
@@ -48,8 +50,8 @@ class Built:
 def build(plan: FusePlan, stage: Stage, progress: Progress, created: datetime) -> Built:
     """Write and publish everything.
 
-    After a failure that a rerun can finish, the stage stays and the error says so; after a refusal
-    nothing of it is left.
+    After a failure that a rerun can finish, finished shards stay in the stage and the error says so; after
+    a refusal, or where no shard is finished, nothing of it is left.
     """
     means = choose_means(plan.request, plan.fused_steps)
     with staging.open_stage(stage), _kept_or_discarded(stage, resumable=plan.request.digest):
@@ -133,6 +135,7 @@ class _Build:
         with disk.writing(target, file.n_bytes):
             target.parent.mkdir(parents=True, exist_ok=True)
             written = write_file(file, target, self.means, advance=advance)
+        _check_in_place(file.base.path, written.base_status)
         if written.sha256 and written.base_sha256:
             state = BaseState.of(written.base_status, written.base_sha256)
             journal.record(Entry(str(file.path), file.n_bytes, written.sha256, state))
@@ -180,6 +183,14 @@ class _Build:
         return Machine(" + ".join(sorted(used)), sums, self.means.device, cpu_type(), torch.__version__)
 
 
+def _check_in_place(base: Path, before: os.stat_result) -> None:
+    """The marker names a path: what was read has to be there still. Raises ``ChangedError``."""
+    with reading(base):
+        found = base.stat()
+    if state(found) != state(before):
+        raise changed(base)
+
+
 def _record(file: OutputFile, sha256: str | None, base_sha256: str | None) -> WeightRecord:
     return WeightRecord(str(file.path), file.n_bytes, sha256, base_sha256)
 
@@ -202,15 +213,18 @@ def _kept_or_discarded(stage: Stage, *, resumable: bool) -> Iterator[None]:
     """What becomes of a stage that fails: finished shards are kept, unless the inputs are at fault."""
     try:
         yield
-    except (OutputError, ReadError, KeyboardInterrupt) as error:
-        if isinstance(error, OutputError) and error.facts.get("published"):
-            raise  # OUT is complete; only what it replaced could not be removed
-        if not resumable or not any(stage.folder.rglob("*.safetensors")):
-            staging.discard(stage)
-        elif isinstance(error, FuseloraError):
-            keep = f"{stage.folder} keeps what is finished: run the same command again to go on."
-            error.hint = f"{error.hint} {keep}" if error.hint else keep
+    except BaseException as error:
+        # then OUT is complete; only what it replaced could not be removed
+        if not (isinstance(error, OutputError) and error.facts.get("published")):
+            _keep_or_discard(stage, error, resumable=resumable)
         raise
-    except FuseloraError:
+
+
+def _keep_or_discard(stage: Stage, error: BaseException, *, resumable: bool) -> None:
+    is_ours = isinstance(error, FuseloraError)
+    at_fault = is_ours and not isinstance(error, (OutputError, ReadError, ResourceError))
+    if at_fault or not resumable or not has_finished(stage.folder):
         staging.discard(stage)
-        raise
+    elif isinstance(error, FuseloraError):
+        keep = f"{stage.folder} keeps what is finished: run the same command again to go on."
+        error.hint = f"{error.hint} {keep}" if error.hint else keep

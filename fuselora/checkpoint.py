@@ -5,11 +5,9 @@ The index of a component is authoritative. Only headers and small JSON files are
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal, NoReturn
 
@@ -21,13 +19,14 @@ from fuselora.header import Header, TensorInfo, read_header
 from fuselora.jsonfile import read_json
 from fuselora.marker import FINGERPRINT_KEY, Marker, read_marker
 from fuselora.reading import reading
+from fuselora.selection import variants
+from fuselora.shards import INDEX_SUFFIX, SHARD_NUMBER, indexed_shards
 from fuselora.specs import PIPELINE_COMPONENTS
+from fuselora.text_encoders import MEANINGS, TEXT_ENCODERS, Config, encoders_meant
 
 Container = Literal["pipeline", "experts", "component", "file"]
-INDEX_SUFFIX = ".safetensors.index.json"
-KEY_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.", "")
+KEY_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.", "model.", "net.", "")
 NATIVE_EXPERTS = {"transformer": "high_noise_model", "transformer_2": "low_noise_model"}
-SHARD_NUMBER = re.compile(r"-(\d+)-of-(\d+)(?=[.-])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +68,19 @@ class Component:
     def is_fused(self) -> bool:
         return any(FINGERPRINT_KEY in shard.metadata for shard in self.shards)
 
+    @property
+    def is_text_encoder(self) -> bool:
+        """Whether it is one of the pipeline's text encoders, and no transformer."""
+        return self.name in TEXT_ENCODERS
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A base. ``root`` is its folder, or the file itself when ``container`` is ``"file"``."""
+    """A base. ``root`` is its folder, or the file itself when ``container`` is ``"file"``.
+
+    ``components`` are the transformers, then the text encoders that were asked for; ``encoders`` has the
+    config.json of every text encoder there, by component, if any was asked for.
+    """
 
     root: Path
     source: str
@@ -83,6 +91,16 @@ class Checkpoint:
     layout: Layout | None
     pipeline_class: str | None
     marker: Marker | None = None
+    encoders: Mapping[str, Config] = field(default_factory=dict)
+
+    @property
+    def transformers(self) -> tuple[Component, ...]:
+        """The models that a family speaks of: one, or two experts."""
+        return tuple(component for component in self.components if not component.is_text_encoder)
+
+    def encoders_meant(self, name: str | None) -> tuple[str, ...]:
+        """The text encoders of this base that a name in keys can mean."""
+        return encoders_meant(name, self.encoders) if name else ()
 
     def component(self, name: str) -> Component | None:
         return next((c for c in self.components if c.name == name), None)
@@ -97,8 +115,18 @@ class Checkpoint:
         return self.marker is not None or any(c.is_fused for c in self.components)
 
 
-def open_checkpoint(root: Path, *, source: str, revision: str | None, variant: str | None) -> Checkpoint:
+def open_checkpoint(
+    root: Path,
+    *,
+    source: str,
+    revision: str | None,
+    variant: str | None,
+    text_encoders: Collection[str] = (),
+) -> Checkpoint:
     """Read the headers of a base.
+
+    ``text_encoders`` are names of such, as keys or a marker have them: what they mean becomes components
+    of the checkpoint, and what is fused already stays one.
 
     Raises ``CheckpointError`` for a folder that holds no model, an index at odds with its shards, or
     a choice that only the user can make; ``FormatError`` for a broken file; ``ReadError`` for one
@@ -106,7 +134,13 @@ def open_checkpoint(root: Path, *, source: str, revision: str | None, variant: s
     """
     with reading(root):
         container, components, pipeline_class = _components(root, variant)
-    for component in components:
+    marker = _marker_of(root)
+    with reading(root):
+        asked = {*text_encoders, *(marker.components if marker else ())} & MEANINGS.keys()
+        configs = _encoder_configs(root) if asked else {}
+        meant = {encoders_meant(name, configs) for name in asked}
+        encoders = [_encoder(root, name, configs[name], variant) for name in configs if (name,) in meant]
+    for component in (*components, *encoders):
         _refuse_unrecordable(root, component)
     family = _family(components)
     names = [name for component in components for name in component.model_shapes()]
@@ -115,12 +149,26 @@ def open_checkpoint(root: Path, *, source: str, revision: str | None, variant: s
         source=source,
         revision=revision,
         container=container,
-        components=tuple(_with_role(component, len(components), family) for component in components),
+        components=(*(_with_role(component, len(components), family) for component in components), *encoders),
         family=family,
         layout=family.layout_of(names) if family else None,
         pipeline_class=pipeline_class,
-        marker=_marker_of(root),
+        marker=marker,
+        encoders=configs,
     )
+
+
+def _encoder_configs(root: Path) -> dict[str, Config]:
+    """The config.json of each text encoder of a pipeline, by component; empty where there is none."""
+    paths = {name: root / name / "config.json" for name in TEXT_ENCODERS if (root / name).is_dir()}
+    return {name: read_json(path) if path.is_file() else {} for name, path in paths.items()}
+
+
+def _encoder(root: Path, name: str, config: Config, variant: str | None) -> Component:
+    """A text encoder's folder: its names have no prefix, and a variant counts where it has it."""
+    found = variants(path.name for path in (root / name).iterdir())
+    component = _folder_component(root, name, root / name, variant if variant in found else None)
+    return replace(component, prefix="", config=config)
 
 
 def _components(root: Path, variant: str | None) -> tuple[Container, list[Component], str | None]:
@@ -189,7 +237,7 @@ def _folder_component(root: Path, name: str, folder: Path, variant: str | None) 
     index = _index_file(folder, variant)
     metadata: Mapping[str, object] = {}
     if index is not None:
-        shards, metadata = _indexed_shards(index)
+        shards, metadata = indexed_shards(index)
     else:
         shards = _unindexed_shards(folder, variant)
     relative = PurePosixPath(folder.relative_to(root).as_posix())
@@ -216,45 +264,6 @@ def _index_file(folder: Path, variant: str | None) -> Path | None:
         names = ", ".join(path.name for path in found)
         _fault(folder, f"has several indexes ({names}) and no way to tell which one counts")
     return found[0] if found else None
-
-
-def _indexed_shards(index: Path) -> tuple[tuple[Header, ...], Mapping[str, object]]:
-    """The shards that an index names, each tensor where the index says it is."""
-    document = read_json(index)
-    weight_map = _weight_map(index, document)
-    shards = tuple(_shard(index, name) for name in sorted(set(weight_map.values())))
-    held = {(tensor.name, shard.path.name) for shard in shards for tensor in shard.tensors}
-    for name, file in weight_map.items():
-        if (name, file) not in held:
-            _fault(index, f"says that {file} holds the tensor {name!r}, but it does not", tensor=name)
-    for shard in shards:
-        for tensor in shard.tensors:
-            if weight_map.get(tensor.name) != shard.path.name:
-                _fault(
-                    shard.path, f"holds the tensor {tensor.name!r}, which {index.name} does not place there"
-                )
-    metadata = document.get("metadata")
-    return shards, metadata if isinstance(metadata, dict) else {}
-
-
-def _weight_map(index: Path, document: Mapping[str, object]) -> dict[str, str]:
-    entries = document.get("weight_map")
-    if not isinstance(entries, dict) or not entries:
-        _fault(index, "has no weight_map")
-    for name, file in entries.items():
-        if not isinstance(file, str) or not file or file != PurePosixPath(file).name or file in (".", ".."):
-            _fault(index, f"places the tensor {name!r} in {file!r}, which is no file name in this folder")
-    return entries
-
-
-def _shard(index: Path, name: str) -> Header:
-    path = index.parent / name
-    there = False
-    with suppress(OSError):  # a name too long to be one
-        there = path.is_file()
-    if not there:
-        _fault(index, f"names {name}, which is not in the folder", hint="Fetch the missing shard again.")
-    return read_header(path)
 
 
 def _unindexed_shards(folder: Path, variant: str | None) -> tuple[Header, ...]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -18,11 +16,12 @@ from typer.core import TyperGroup
 
 from fuselora import __version__
 from fuselora.errors import FuseloraError, UsageError
-from fuselora.specs import SHORT_NAMES, LoraSpec, Request, parse_alpha, parse_lora
+from fuselora.interrupts import INTERRUPTED, Interrupts
+from fuselora.resources import enough
+from fuselora.specs import SHORT_NAMES, LoraSpec, Request, parse_alpha, parse_block, parse_lora
+from fuselora.streams import fill_gaps, tolerant, tolerate
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from typer._click.core import Context
     from typer._click.exceptions import UsageError as ClickUsageError
 
@@ -105,11 +104,15 @@ Lora = Annotated[
 High = Annotated[list[str], typer.Option(metavar="FILE", help="The same as --lora transformer=FILE.")]
 Low = Annotated[list[str], typer.Option(metavar="FILE", help="The same as --lora transformer_2=FILE.")]
 Out = Annotated[Optional[Path], typer.Option(help="New or empty folder [./<base name>-fused].")]  # noqa: UP045
-Dtype = Annotated[DtypeChoice, typer.Option(help="Dtype of the fused components.")]
+Dtype = Annotated[DtypeChoice, typer.Option(help="Dtype of the transformers; text encoders keep theirs.")]
 Uniform = Annotated[bool, typer.Option("--uniform", help="Cast also what the model keeps in float32.")]
 Variant = Annotated[Optional[str], typer.Option(help="Variant files, such as fp16.")]  # noqa: UP045
 Alpha = Annotated[
     list[str], typer.Option(metavar="[FILE=]A", help="Alpha of modules that store none; beats metadata.")
+]
+Blocks = Annotated[
+    list[str],
+    typer.Option(metavar="[COMPONENT=]GLOB=S", help="Strength of modules times S, 0 for none; repeatable."),
 ]
 Unmatched = Annotated[
     list[str], typer.Option(metavar="GLOB", help="LoRA modules that may stay unapplied; repeatable.")
@@ -143,8 +146,10 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no warn
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Every place that was matched.")]
 
 
-def main() -> None:
-    """The ``fuselora`` command."""
+def run() -> None:
+    """Read the command line, carry it out, and end the process."""
+    fill_gaps()
+    tolerate()
     # imports make hundreds of thousands of objects, none of them garbage, and looking for it takes time
     gc.set_threshold(100_000, 50, 1000)
     try:
@@ -157,12 +162,13 @@ def _leave(end: SystemExit) -> NoReturn:
     """Once all is written, without taking Python and torch apart, which takes half a second."""
     if not isinstance(end.code, int):
         raise end
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except OSError:  # a pipe that nobody reads any more: Python has its own way with it
-        raise end from None
-    os._exit(end.code)
+    code = end.code
+    sys.stdout.flush()
+    if code == 0 and (lost := tolerant(sys.stdout).lost()):
+        sys.stderr.write(f"error: stdout: cannot be written: {lost.strerror or lost}\n")
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _version(asked: bool) -> None:
@@ -191,6 +197,7 @@ def merge(
     layout: Layout = None,
     skeleton: Skeleton = None,
     alpha: Alpha = [],  # noqa: B006
+    blocks: Blocks = [],  # noqa: B006
     allow_unmatched: Unmatched = [],  # noqa: B006
     strict: Strict = False,
     stack: Stack = False,
@@ -212,7 +219,8 @@ def merge(
 
         asked = Request(
             base=base, loras=_specs(lora or [], high, low), out=out, dtype=dtype.value, uniform=uniform,
-            variant=variant, alphas=tuple(map(parse_alpha, alpha)), allow_unmatched=tuple(allow_unmatched),
+            variant=variant, alphas=tuple(map(parse_alpha, alpha)),
+            blocks=tuple(map(parse_block, blocks)), allow_unmatched=tuple(allow_unmatched),
             strict=strict, stack=stack, device=device, kernel=kernel.value, jobs=jobs, assets=assets.value,
             overwrite=overwrite, restart=restart, digest=digest, revision=revision,
             layout=layout.value if layout else None, skeleton=skeleton,
@@ -232,6 +240,7 @@ def plan(
     layout: Layout = None,
     skeleton: Skeleton = None,
     alpha: Alpha = [],  # noqa: B006
+    blocks: Blocks = [],  # noqa: B006
     allow_unmatched: Unmatched = [],  # noqa: B006
     strict: Strict = False,
     stack: Stack = False,
@@ -252,7 +261,8 @@ def plan(
 
         asked = Request(
             base=base, loras=_specs(lora or [], high, low), dtype=dtype.value, uniform=uniform,
-            variant=variant, alphas=tuple(map(parse_alpha, alpha)), allow_unmatched=tuple(allow_unmatched),
+            variant=variant, alphas=tuple(map(parse_alpha, alpha)),
+            blocks=tuple(map(parse_block, blocks)), allow_unmatched=tuple(allow_unmatched),
             strict=strict, stack=stack, device=device, kernel=kernel.value, jobs=jobs, content=content,
             revision=revision, layout=layout.value if layout else None, skeleton=skeleton, out=out,
         )  # fmt: skip
@@ -334,57 +344,32 @@ def demo(
         _exit_unless(result.verified.ok)
 
 
-class Interrupts:
-    """Ctrl-C, remembered: while torch is imported, the exception that it raises can be swallowed."""
-
-    def __init__(self) -> None:
-        self.seen = False
-
-    def check(self) -> None:
-        """Raise again what was lost."""
-        if self.seen:
-            raise KeyboardInterrupt
-
-    @contextmanager
-    def remembered(self) -> Iterator[None]:
-        """Note each SIGINT as it is raised; signals belong to the main thread, elsewhere nothing changes."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.signal(signal.SIGINT, self._raise)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    def _raise(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
-        self.seen = True
-        raise KeyboardInterrupt
-
-
 @contextmanager
 def _reporting(*, json: bool, quiet: bool = False, verbose: bool = False) -> Iterator[Reporter]:
     """A reporter; a refusal or an interruption ends the command with its exit code."""
     from fuselora.report import Reporter
 
     interrupts = Interrupts()
-    reporter = Reporter(json=json, quiet=quiet, verbose=verbose, before_phase=interrupts.check)
-    try:
-        with interrupts.remembered():
-            yield reporter
-    except FuseloraError as error:
-        reporter.error(error)
-        raise typer.Exit(error.exit_code) from None
-    except KeyboardInterrupt:
-        reporter.interrupted()
-        raise typer.Exit(130) from None
-    except Exception:
-        # an import can turn an interruption into an error of its own
-        if not interrupts.seen:
-            raise
-        reporter.interrupted()
-        raise typer.Exit(130) from None
+    reporter = Reporter(json=json, quiet=quiet, verbose=verbose, check=interrupts.check)
+    with interrupts.remembered():
+        try:
+            with enough():
+                yield reporter
+            reporter.finish()
+        except FuseloraError as error:
+            reporter.error(error)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            interrupts.said()
+            reporter.interrupted()
+            raise typer.Exit(INTERRUPTED) from None
+        except Exception:
+            # an import can turn an interruption into an error of its own
+            if not interrupts.seen:
+                raise
+            interrupts.said()
+            reporter.interrupted()
+            raise typer.Exit(INTERRUPTED) from None
 
 
 def _specs(loras: list[str], high: list[str], low: list[str]) -> tuple[LoraSpec, ...]:
@@ -400,7 +385,3 @@ def _specs(loras: list[str], high: list[str], low: list[str]) -> tuple[LoraSpec,
 def _exit_unless(ok: bool) -> None:
     if not ok:
         raise typer.Exit(1)
-
-
-if __name__ == "__main__":
-    main()

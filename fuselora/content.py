@@ -15,29 +15,29 @@ from fuselora.tensors import TORCH_DTYPES, bytes_finite
 
 if TYPE_CHECKING:
     from fuselora.checkpoint import Checkpoint
-    from fuselora.header import TensorInfo
+    from fuselora.header import Header, TensorInfo
     from fuselora.lora.adapter import Adapter
     from fuselora.match import Hit, Matching
+
+State = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class LoraContent:
-    """``sha256`` of the file (None without digests), of its content, and the names of odd tensors.
+    """``sha256`` of the file (None without digests, and of several files), of what it holds, and odd tensors.
 
-    ``state`` is the file's size, mtime_ns and inode when it was read.
+    ``states``: each file's size, mtime_ns and inode when it was read.
     """
 
     sha256: str | None
     content_sha256: str
     nonfinite: tuple[str, ...]
     zero: frozenset[str]
-    state: tuple[int, int, int]
+    states: tuple[State, ...]
 
     def zeroes(self, hit: Hit) -> bool:
-        """Whether the hit's alpha or one of its tensors is all zero, which makes its delta zero."""
-        if hit.alpha is not None and hit.alpha.value == 0:
-            return True
-        return any(tensor.name in self.zero for tensor in hit.tensors)
+        """Whether the hit changes nothing, as its alpha or what its kind multiplies is zero."""
+        return hit.is_nothing(self.zero)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +48,31 @@ class _TensorContent:
     zero: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _FileContent:
+    tensors: tuple[_TensorContent, ...]
+    sha256: str | None
+    state: State
+
+
 def read_content(adapter: Adapter, *, digest: bool, advance: Callable[[int], None]) -> LoraContent:
-    """Read the file once; ``advance`` is told the bytes read. Raises ``ChangedError`` or ``ReadError``."""
-    with reading(adapter.header.path):
-        return _read_content(adapter, digest, advance)
+    """Read every file once; ``advance`` is told the bytes read. Raises ``ChangedError`` or ``ReadError``."""
+    digest = digest and len(adapter.files) == 1
+    files = [_read_file(header, digest, advance) for header in adapter.files]
+    tensors = [tensor for file in files for tensor in file.tensors]
+    return LoraContent(
+        sha256=files[0].sha256 if digest else None,
+        content_sha256=content_digest(adapter.tensors, {t.name: t.sha256 for t in tensors}),
+        nonfinite=tuple(t.name for t in tensors if not t.finite),
+        zero=frozenset(t.name for t in tensors if t.zero),
+        states=tuple(file.state for file in files),
+    )
 
 
-def _read_content(adapter: Adapter, digest: bool, advance: Callable[[int], None]) -> LoraContent:
-    header = adapter.header
+def _read_file(header: Header, digest: bool, advance: Callable[[int], None]) -> _FileContent:
     whole = hashlib.sha256()
     tensors: list[_TensorContent] = []
-    with header.path.open("rb") as stream:
+    with reading(header.path), header.path.open("rb") as stream:
         before = state(os.fstat(stream.fileno()))
         start = stream.read(header.data_start)
         if hashlib.sha256(start).hexdigest() != header.sha256:
@@ -71,22 +85,16 @@ def _read_content(adapter: Adapter, digest: bool, advance: Callable[[int], None]
                 text = f"{header.path}: was cut short while {tensor.name} was read"
                 raise ChangedError(text, path=str(header.path), tensor=tensor.name)
             tensors.append(found)
-    return LoraContent(
-        sha256=whole.hexdigest() if digest else None,
-        content_sha256=content_digest(header, {t.name: t.sha256 for t in tensors}),
-        nonfinite=tuple(t.name for t in tensors if not t.finite),
-        zero=frozenset(t.name for t in tensors if t.zero),
-        state=before,
-    )
+    return _FileContent(tuple(tensors), whole.hexdigest() if digest else None, before)
 
 
 def check_unchanged(adapter: Adapter, content: LoraContent) -> None:
-    """Raises ``ChangedError`` unless the file is still the one whose content was read."""
-    path = adapter.header.path
-    with reading(path):
-        found = path.stat()
-    if state(found) != content.state:
-        raise changed(path)
+    """Raises ``ChangedError`` unless every file is still the one whose content was read."""
+    for header, before in zip(adapter.files, content.states, strict=True):
+        with reading(header.path):
+            found = header.path.stat()
+        if state(found) != before:
+            raise changed(header.path)
 
 
 def _observed(blocks: Iterator[bytes], advance: Callable[[int], None]) -> Iterator[bytes]:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from fuselora.check.folder import check
-from fuselora.checkpoint import NATIVE_EXPERTS, SHARD_NUMBER, open_checkpoint
+from fuselora.checkpoint import NATIVE_EXPERTS, open_checkpoint
 from fuselora.description import (
     CheckpointDescription,
     ComponentDescription,
@@ -23,17 +23,21 @@ from fuselora.description import (
 from fuselora.errors import CheckpointError, Fault, InputError
 from fuselora.families import FAMILIES
 from fuselora.header import bytes_by_dtype, dtype_name, read_header
-from fuselora.lora.adapter import open_adapter
-from fuselora.lora.grammar import LEAVES, UNFUSED, parse_key, spellings, unfused_kind
+from fuselora.kinds import KINDS, BadParts, Kind
+from fuselora.kinds.kind import ALPHAS, has_kernel
+from fuselora.lora.adapter import component_of, open_adapter
+from fuselora.lora.config import config_of_metadata
+from fuselora.lora.grammar import UNFUSED, is_lora_key, parse_key, spellings, unfused_kind
 from fuselora.lora.sampling import sampling_of
-from fuselora.lora.scale import BadAlpha, config_of_metadata, resolve_alpha
+from fuselora.lora.scale import BadAlpha, resolve_alpha
 from fuselora.marker import COMPONENT_KEY, FILE_NAME, FINGERPRINT_KEY, read_marker
 from fuselora.match import plain_name
 from fuselora.resolve import resolve_base, resolve_lora
-from fuselora.selection import ADAPTER_CONFIG, ADAPTER_WEIGHTS, variants
+from fuselora.selection import ADAPTER_CONFIG, ADAPTER_INDEXES, ADAPTER_WEIGHTS, variants
 from fuselora.serving_notes import notes_of
+from fuselora.shards import SHARD_NUMBER, is_index, open_files
 from fuselora.specs import PIPELINE_COMPONENTS, LoraSpec
-from fuselora.targets import FIRST, expert_in_name, key_owners, named_component
+from fuselora.targets import expert_in_name, key_owners
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -55,8 +59,6 @@ __all__ = [
     "is_lora",
 ]
 
-# The last row fits any base tensor as well, so it says nothing about a file.
-FULL_WEIGHT = UNFUSED[-1][0]
 UNFUSED_ENDING = re.compile(f"(?:{'|'.join(suffix for _, suffix in UNFUSED)})$")
 BLOCK_NUMBER = re.compile(r"(?<![^._])[0-9]+(?=[._])")
 COMPONENT_FOLDERS = (*PIPELINE_COMPONENTS, *NATIVE_EXPERTS.values())
@@ -84,9 +86,9 @@ def is_lora(header: Header) -> bool:
     n_keys = n_deltas = 0
     for tensor in header.tensors:
         parsed = parse_key(tensor.name)
-        delta = parsed.part != "alpha" if parsed else unfused_kind(tensor.name) not in (None, FULL_WEIGHT)
+        delta = is_lora_key(tensor.name)
         n_deltas += delta
-        n_keys += delta or parsed is not None
+        n_keys += delta or (parsed is not None and parsed.part in ALPHAS)
     return n_deltas > 0 and 2 * n_keys > len(header.tensors)
 
 
@@ -94,12 +96,22 @@ def is_lora(header: Header) -> bool:
 
 
 def _file(path: Path) -> Description:
+    if is_index(path):
+        return _of_index(path)
     if path.suffix == ".json":
         hint = f"Name the folder that it lies in: {path.parent}"
         raise InputError(
             f"{path}: is a JSON file, neither a LoRA nor a checkpoint", hint=hint, path=str(path)
         )
     return _lora(path) if is_lora(read_header(path)) else _checkpoint(path)
+
+
+def _of_index(path: Path) -> Description:
+    """A LoRA in shards; a base is named by its folder."""
+    if all(is_lora(header) for header in open_files(path)):
+        return _lora(path)
+    hint = f"Name the folder that it lies in: {path.parent}"
+    raise InputError(f"{path}: is the index of a checkpoint", hint=hint, path=str(path))
 
 
 def _folder(path: Path) -> Description:
@@ -120,7 +132,7 @@ def _is_adapter(folder: Path) -> bool:
     names = {entry.name for entry in folder.iterdir()}
     if not names.isdisjoint(COMPONENT_FOLDERS):
         return False
-    if not names.isdisjoint((ADAPTER_CONFIG, *ADAPTER_WEIGHTS)):
+    if not names.isdisjoint((ADAPTER_CONFIG, *ADAPTER_WEIGHTS, *ADAPTER_INDEXES)):
         return True
     weights = [name for name in names if name.endswith(".safetensors")]
     return len(weights) == 1 and is_lora(read_header(folder / weights[0]))
@@ -154,9 +166,10 @@ class _Names:
         found: dict[str, tuple[int, ...]] = {}
         for module in adapter.modules:
             name = self.plain(module.name)
-            for part, tensor in module.parts.items():
-                shape = tensor.shape if part.startswith("diff") else _pair_shape(module)
-                found |= {name + leaf: shape for leaf in LEAVES[part]}
+            if not module.kinds:  # an alpha alone
+                found.setdefault(name + ".weight", ())
+            for kind in module.kinds:
+                found |= dict.fromkeys((name + leaf for leaf in kind.leaves), _shape(kind, module))
         for key in _unread(adapter):
             found.setdefault(self.plain(UNFUSED_ENDING.sub("", key)) + ".weight", ())
         return found
@@ -164,10 +177,10 @@ class _Names:
 
 def _lora(path: Path) -> LoraDescription:
     adapter = open_adapter(resolve_lora(LoraSpec(str(path))))
-    header, location = adapter.header, adapter.location
+    location, tensors = adapter.location, adapter.tensors
     names = _names(adapter)
     scales, alpha_faults = _scales(adapter)
-    parsed = [key for tensor in header.tensors if (key := parse_key(tensor.name))]
+    parsed = [key for tensor in tensors if (key := parse_key(tensor.name))]
     unfused = Counter(kind for key in _unread(adapter) if (kind := unfused_kind(key)))
     said = (expert_in_name(name) for name in (adapter.name, _real(path).name))
     return LoraDescription(
@@ -181,14 +194,14 @@ def _lora(path: Path) -> LoraDescription:
         flattened=any(spellings(module.name)[-1].flat for module in adapter.modules),
         kinds=_kinds(adapter),
         places=Counter(_place(module, names) for module in adapter.modules),
-        ranks=Counter(module.rank for module in _pairs(adapter)),
+        ranks=Counter(rank for _, rank in _ranked(adapter)),
         scales=scales,
-        dtypes=_dtypes(header.tensors),
-        n_tensors=len(header.tensors),
-        n_bytes=header.n_bytes,
+        dtypes=_dtypes(tensors),
+        n_tensors=len(tensors),
+        n_bytes=adapter.n_bytes,
         named_experts=tuple(sorted({name for name in said if name})),
         named_components=tuple(sorted(key_owners(adapter))),
-        metadata=header.metadata,
+        metadata=adapter.metadata,
         unfused=unfused,
         faults=(*adapter.faults, *alpha_faults),
         serving=notes_of(sampling_of(adapter, names.family)),
@@ -232,40 +245,43 @@ def _models(kin: Iterable[Kin], n_experts: int) -> tuple[str, ...]:
 
 def _unread(adapter: Adapter) -> Iterator[str]:
     """Keys of kinds that are not fused yet, and keys that nobody knows."""
-    return (tensor.name for tensor in adapter.header.tensors if parse_key(tensor.name) is None)
+    return (tensor.name for tensor in adapter.tensors if parse_key(tensor.name) is None)
 
 
-def _pairs(adapter: Adapter) -> Iterator[Module]:
-    """Pairs that have a rank; the others are among the faults."""
-    return (module for module in adapter.modules if _pair_shape(module) and module.rank > 0)
+def _ranked(adapter: Adapter) -> Iterator[tuple[Module, int]]:
+    """Modules that alpha / rank scales; those without a rank are among the faults."""
+    for module in adapter.modules:
+        if module.rank and all(_shape(kind, module) for kind in module.kinds if kind.scaled):
+            yield module, module.rank
 
 
-def _pair_shape(module: Module) -> tuple[int, ...]:
-    """(out, in, ...) of a pair's product; () if it is none."""
-    if not module.is_pair:
+def _shape(kind: Kind, module: Module) -> tuple[int, ...]:
+    """Of the module's delta; () where it has none, or the base's is needed to tell."""
+    if kind.lacks(module.parts):
         return ()
-    down, up = module.parts["down"].shape, module.parts["up"].shape
-    return (up[0], *down[1:]) if len(down) > 1 and len(up) > 1 else ()
+    try:
+        return kind.shape(module.shapes, ())
+    except BadParts:
+        return ()
 
 
 def _kinds(adapter: Adapter) -> dict[str, int]:
     """How many modules have what; one with a pair and a bias difference counts twice."""
     modules = adapter.modules
-    halves = sum(("down" in m.parts) != ("up" in m.parts) for m in modules)
+    with_alpha = [m for m in modules if not ALPHAS.isdisjoint(m.parts)]
+    whole = [kind for m in modules for kind in m.kinds if not kind.lacks(m.parts)]
+    counts = Counter(kind.counted for kind in whole)
     return {
-        "pairs": sum(m.is_pair for m in modules),
-        "diff": sum("diff" in m.parts for m in modules),
-        "diff_b": sum("diff_b" in m.parts for m in modules),
-        "diff_m": sum("diff_m" in m.parts for m in modules),
-        "alpha": sum("alpha" in m.parts for m in modules),
-        "orphan_alpha": sum("alpha" in m.parts and not m.is_pair for m in modules),
-        "half_pairs": halves,
+        **{name: counts[name] for name in dict.fromkeys(kind.counted for kind in KINDS)},
+        "alpha": len(with_alpha),
+        "orphan_alpha": sum(not any(k.uses_alpha for k in m.kinds) for m in with_alpha),
+        "half_pairs": sum(any(k.lacks(m.parts) for k in m.kinds) for m in modules),
     }
 
 
 def _place(module: Module, names: _Names) -> str:
     """A diff_m's module is the whole block, so its place is named after the tensor."""
-    leaf = LEAVES["diff_m"][0] if set(module.parts) == {"diff_m"} else ""
+    leaf = ".modulation" if set(module.parts) == {"diff_m"} else ""
     return BLOCK_NUMBER.sub("*", names.plain(module.name) + leaf, count=1)
 
 
@@ -276,11 +292,11 @@ def _prefix(module: Module) -> str:
 def _scales(adapter: Adapter) -> tuple[tuple[Scale, ...], tuple[Fault, ...]]:
     """Every pair's alpha by the order of sources, strength and ``--alpha`` aside; alike ones counted."""
     groups: Counter[tuple[Alpha, int]] = Counter()
-    for module in _pairs(adapter):
-        if "alpha" in module.parts and module.alpha is None:
+    for module, rank in _ranked(adapter):
+        if not ALPHAS.isdisjoint(module.parts) and module.alpha is None and module.alpha_scale is None:
             continue  # its fault says why
         try:
-            groups[_alpha(adapter, module), module.rank] += 1
+            groups[_alpha(adapter, module, rank), rank] += 1
         except BadAlpha as error:
             text = f"the file's metadata: {error}"
             return (), (Fault("alpha", text, path=adapter.name, key="__metadata__"),)
@@ -290,15 +306,16 @@ def _scales(adapter: Adapter) -> tuple[tuple[Scale, ...], tuple[Fault, ...]]:
     return tuple(sorted(found, key=lambda scale: (scale.alpha, scale.rank, scale.source))), ()
 
 
-def _alpha(adapter: Adapter, module: Module) -> Alpha:
-    component = named_component(module.name) or FIRST
+def _alpha(adapter: Adapter, module: Module, rank: int) -> Alpha:
+    conv = any(has_kernel(_shape(kind, module)) for kind in module.kinds)
     return resolve_alpha(
         plain_name(module.name),
-        module.rank,
-        stored=module.alpha,
+        rank,
+        stored=adapter.stored_alpha(module, rank, conv=conv),
         option=None,
         config=adapter.config,
-        metadata=lambda: config_of_metadata(adapter.header.metadata, component),
+        metadata=lambda: config_of_metadata(adapter.metadata, component_of(module.name)),
+        conv=conv,
     )
 
 

@@ -28,6 +28,8 @@ CUT = 100
 SHOWN = 6
 SOURCES: Mapping[AlphaSource, str] = {
     "tensor": "the file's tensors",
+    "rs_lora": "the file's tensors, to be divided by sqrt(rank)",
+    "alpha_scale": "the file's finished factors",
     "option": "--alpha",
     "adapter_config": "adapter_config.json",
     "metadata": "the file's metadata",

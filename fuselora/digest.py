@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from fuselora.header import Header, read_header
+from fuselora.header import TensorInfo
+from fuselora.shards import open_files
 
 READ_BYTES = 1 << 22
 
@@ -63,20 +64,27 @@ def sha256_range(stream: BinaryIO, start: int, n_bytes: int) -> str:
     return hasher.hexdigest()
 
 
-def content_digest(header: Header, tensor_digests: Mapping[str, str]) -> str:
-    """Hex sha256 over sorted (name, dtype, shape, sha256 of the bytes): a re-saved file has the same."""
-    rows = [[t.name, t.dtype, list(t.shape), tensor_digests[t.name]] for t in header.tensors]
+def content_digest(tensors: Iterable[TensorInfo], tensor_digests: Mapping[str, str]) -> str:
+    """Hex sha256 over sorted (name, dtype, shape, sha256 of the bytes).
+
+    A re-saved file has the same, and so have the same tensors in several files.
+    """
+    rows = [[t.name, t.dtype, list(t.shape), tensor_digests[t.name]] for t in tensors]
     return sha256_json(sorted(rows))
 
 
 def content_sha256(path: Path) -> str:
-    """``content_digest`` of a safetensors file, its data read once. Raises ``FormatError``."""
-    header = read_header(path)
-    with path.open("rb") as stream:
-        digests = {
-            t.name: sha256_range(stream, header.data_start + t.start, t.n_bytes) for t in header.tensors
-        }
-    return content_digest(header, digests)
+    """``content_digest`` of a safetensors file, or of all shards of an index; their data is read once.
+
+    Raises ``FormatError``, and ``CheckpointError`` for an index at odds with its shards.
+    """
+    digests, files = {}, open_files(path)
+    for header in files:
+        with header.path.open("rb") as stream:
+            for tensor in header.tensors:
+                start = header.data_start + tensor.start
+                digests[tensor.name] = sha256_range(stream, start, tensor.n_bytes)
+    return content_digest((tensor for header in files for tensor in header.tensors), digests)
 
 
 def artifact_digest(files: Iterable[tuple[str, str]]) -> str:

@@ -52,7 +52,7 @@ class FormatError(InputError):
 
 
 class CheckpointError(InputError):
-    """A base folder whose index, shards and configuration do not fit together."""
+    """A base or a LoRA whose index, shards and configuration do not fit together."""
 
     code = "checkpoint"
 
@@ -85,6 +85,12 @@ class OutputError(FuseloraError):
     """OUT cannot be written: it exists, is not ours, or the disk refused."""
 
     code = "output"
+
+
+class ResourceError(FuseloraError):
+    """The machine gave no more memory or threads, or a library could not be loaded."""
+
+    code = "resources"
 
 
 class NumericError(FuseloraError):

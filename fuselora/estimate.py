@@ -25,12 +25,12 @@ from fuselora.engine.source import opened
 from fuselora.engine.threads import cores
 from fuselora.header import PAGE
 from fuselora.output.disk import writing
-from fuselora.planning import BLOCK_BYTES, Full, Fuse, LowRank
+from fuselora.planning import BLOCK_BYTES, Fuse
 from fuselora.tensors import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from fuselora.engine.means import Means
-    from fuselora.planning import FusePlan
+    from fuselora.planning import Delta, FusePlan
 
 PROBE_BYTES = 256 << 20
 HASH_BYTES = 32 << 20
@@ -75,8 +75,8 @@ class Estimate:
 
     @property
     def limit(self) -> str:
-        """Which of the three it is."""
-        rows = (("disk", self.disk), ("cores", self.cores), ("digest", self.digest))
+        """Which of the three it is, or the start of Python and torch."""
+        rows = (("disk", self.disk), ("cores", self.cores), ("digest", self.digest), ("start", START_SECONDS))
         return max(rows, key=lambda row: row[1])[0]
 
 
@@ -130,10 +130,10 @@ def _hash_rate() -> float:
 
 def _kernel_seconds(plan: FusePlan, kernels: Kernels) -> float:
     """One chunk of the largest step of each sort is computed; the rest follows from the elements."""
-    sorts: dict[tuple[str, str, str, int, int], list[Fuse]] = {}
+    sorts: dict[tuple[object, ...], list[Fuse]] = {}
     for step in plan.fused_steps:
         if step.chunks:
-            sort = (kernels.of(step).name, step.base_dtype, step.dtype, _rank(step), _differences(step))
+            sort = (kernels.of(step).name, step.base_dtype, step.dtype, *map(_work, step.deltas))
             sorts.setdefault(sort, []).append(step)
     return sum(
         _chunk_seconds(max(steps, key=lambda step: step.n_elements), kernels)
@@ -157,12 +157,9 @@ def _chunk_seconds(step: Fuse, kernels: Kernels) -> float:
     return seconds / base.numel()
 
 
-def _rank(step: Fuse) -> int:
-    return sum(delta.down.shape[0] for delta in step.deltas if isinstance(delta, LowRank))
-
-
-def _differences(step: Fuse) -> int:
-    return sum(isinstance(delta, Full) for delta in step.deltas)
+def _work(delta: Delta) -> tuple[str, int | None]:
+    """What the cost of an element follows."""
+    return delta.kind.name, delta.kind.rank({part: factor.shape for part, factor in delta.factors.items()})
 
 
 def _seconds(act: Callable[[], object]) -> float:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import safe_open
 
+from fuselora.definitions import ALONE, changed, difference, moves
 from fuselora.errors import InputError
 
 if TYPE_CHECKING:
@@ -61,14 +62,14 @@ def measure(base: Stored, out: Stored, deltas: Sequence[Delta], advance: Callabl
     with ExitStack() as files:
         shape, weight = _rows(files, base)
         _, result = _rows(files, out)
-        terms = [_term(files, delta) for delta in deltas]
+        terms = [_term(files, base, delta) for delta in deltas]
         for first, last in slabs(shape):
             stored = weight(first, last)
             exact = stored.double()
             size = exact.abs()
             for term in terms:
                 value, magnitude = term(first, last)
-                exact, size = exact + value, size + magnitude
+                exact, size = exact + value.reshape(exact.shape), size + magnitude.reshape(size.shape)
             distance += compare(result(first, last), exact, SLACK * size)
             advance(stored.numel() * stored.element_size())
     return distance
@@ -134,25 +135,63 @@ def _rows(files: ExitStack, stored: Stored) -> tuple[list[int], Rows]:
     return shape, lambda first, last: part[first:last]
 
 
-def _term(files: ExitStack, delta: Delta) -> Term:
-    """One delta's rows, and their magnitude: that of every product in the sum, added up."""
-    rows = [_rows(files, factor) for factor in delta.factors]
-    scale, (_, left) = delta.scale, rows[0]
-    if len(rows) == 1:
+def _term(files: ExitStack, base: Stored, delta: Delta) -> Term:
+    """One delta's rows, and their magnitude: that of every product in the sum, added up.
 
-        def difference(first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-            value = scale * left(first, last).double()
-            return value, value.abs()
+    Pairs, differences and replacements are read slab by slab, other kinds are computed whole: two float64
+    tensors of the base's shape stay until the tensor is done.
+    """
+    if delta.kind.name == "pair" and delta.factors.keys() == {"up", "down"}:
+        return _pair_term(files, delta)
+    if len(delta.factors) == 1 and delta.kind.name in ALONE:
+        return _lone_term(files, base, delta)
+    return _whole_term(base, delta)
 
-        return difference
-    (rank, *_), right = rows[1]
-    down = right(0, rank).double()
+
+def _pair_term(files: ExitStack, delta: Delta) -> Term:
+    _, left = _rows(files, delta.factors["up"])
+    (rank, *_), right = _rows(files, delta.factors["down"])
+    scale, down = delta.ratio * delta.strength, right(0, rank).double().reshape(rank, -1)
 
     def product(first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        up = left(first, last).double()
+        up = left(first, last).double().reshape(last - first, rank)
         return scale * (up @ down), abs(scale) * (up.abs() @ down.abs())
 
     return product
+
+
+def _lone_term(files: ExitStack, base: Stored, delta: Delta) -> Term:
+    """A part of the tensor's own shape: a difference, or what takes the tensor's place."""
+    (factor,) = delta.factors.values()
+    (_, part), (_, weight) = _rows(files, factor), _rows(files, base)
+    replaces = moves(delta.kind.name, delta.factors)
+
+    def alone(first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        value = part(first, last).double()
+        if not replaces:
+            value = delta.ratio * delta.strength * value
+            return value, value.abs()
+        old = weight(first, last).double()
+        return delta.strength * (value - old), abs(delta.strength) * (value.abs() + old.abs())
+
+    return alone
+
+
+def _whole_term(base: Stored, delta: Delta) -> Term:
+    parts, weight = {part: _whole(stored) for part, stored in delta.factors.items()}, _whole(base)
+    if moves(delta.kind.name, parts):
+        new = changed(delta.kind.name, parts, weight, delta.ratio, delta.settings)
+        value, size = delta.strength * (new.value - weight), abs(delta.strength) * (new.size + weight.abs())
+    else:
+        added, scale = difference(delta.kind.name, parts, weight), delta.ratio * delta.strength
+        value, size = scale * added.value, abs(scale) * added.size
+    return lambda first, last: (value[first:last], size[first:last])
+
+
+def _whole(stored: Stored) -> torch.Tensor:
+    with opened(stored.path) as file:
+        found: torch.Tensor = file.get_tensor(stored.key)
+    return found.double()
 
 
 def _beyond(value: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:

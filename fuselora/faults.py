@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,12 +10,19 @@ from functools import cache
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
+from fuselora.block_strengths import unused_blocks, with_blocks
 from fuselora.digest import read_range
 from fuselora.errors import Fault, Notice
+from fuselora.kinds.kind import ALPHAS, MAGNITUDES, has_kernel
+from fuselora.kinds.lokr import misread_by_peft
+from fuselora.lora.adapter import NUMBERS
+from fuselora.lora.config import SAME_ALPHA, AdapterConfig, config_of_metadata
 from fuselora.lora.grammar import spellings
-from fuselora.lora.scale import AdapterConfig, BadAlpha, config_of_metadata, resolve_alpha
+from fuselora.lora.scale import BadAlpha, resolve_alpha
 from fuselora.match import FUSABLE, Hit, Matching, Skip, Unmatched, module_glob, name_table, plain_name
 from fuselora.reading import reading
+from fuselora.targets import named_component
+from fuselora.text_encoders import MEANINGS
 
 if TYPE_CHECKING:
     from fuselora.checkpoint import Checkpoint, Component
@@ -48,26 +56,34 @@ def check(checkpoint: Checkpoint, matchings: Sequence[Matching], request: Reques
     notices = [*_base_notices(checkpoint, request), *_task_notices(checkpoint, matchings)]
     checked: list[Matching] = []
     for matching in matchings:
-        scaled, alpha_faults = _with_alphas(matching, request.alphas)
+        weighed = with_blocks(matching, request.blocks)
+        scaled, alpha_faults = _with_alphas(weighed, request.alphas)
         settled = _with_misses_settled(scaled, request)
         checked.append(settled)
         packed = list(_packed_faults(settled, checkpoint))
         faults += [*matching.faults, *alpha_faults, *(packed or _miss_faults(settled, request))]
         faults += [*_dtype_faults(settled), *_quantised_faults(settled), *_scale_faults(settled)]
-        notices += [*matching.notices, *_metadata_notices(matching), *_skip_notices(settled)]
-    faults += _unused_alphas(checked, request.alphas)
+        faults += _peft_faults(settled)
+        notices += [*matching.notices, *_metadata_notices(settled), *_skip_notices(settled)]
+        notices += [*_full_factor_notices(settled), *_replacement_notices(settled)]
+    faults += [*_unused_alphas(checked, request.alphas), *unused_blocks(matchings, request.blocks)]
     return Checked(tuple(checked), tuple(faults), tuple(notices))
 
 
 def is_zero(adapter: Adapter, module: Module) -> bool:
-    """Whether all values but alpha are zero; bytes are read up to the first that is not."""
-    with reading(adapter.location.path), adapter.location.path.open("rb") as stream:
+    """Whether it changes nothing, all values but alpha being zero; reads up to the first byte that is not."""
+    if not all(kind.is_nothing(frozenset(kind.parts)) for kind in module.kinds):
+        return False
+    if not MAGNITUDES.isdisjoint(module.parts):
+        return False
+    return all(_holds_zeros(adapter, t) for part, t in module.parts.items() if part not in ALPHAS)
 
-        def zero(tensor: TensorInfo) -> bool:
-            start = adapter.header.data_start + tensor.start
-            return all(b.count(0) == len(b) for b in read_range(stream, start, tensor.n_bytes))
 
-        return all(zero(tensor) for part, tensor in module.parts.items() if part != "alpha")
+def _holds_zeros(adapter: Adapter, tensor: TensorInfo) -> bool:
+    header = adapter.homes[tensor.name]
+    with reading(header.path), header.path.open("rb") as stream:
+        start = header.data_start + tensor.start
+        return all(b.count(0) == len(b) for b in read_range(stream, start, tensor.n_bytes))
 
 
 def _fused_faults(checkpoint: Checkpoint, request: Request) -> Iterator[Fault]:
@@ -121,7 +137,8 @@ def _task_notices(checkpoint: Checkpoint, matchings: Sequence[Matching]) -> Iter
 def _models_of(checkpoint: Checkpoint) -> tuple[str, ...]:
     if checkpoint.family is None:
         return ()
-    return checkpoint.family.models_of(checkpoint.components[0].model_shapes(), len(checkpoint.components))
+    models = checkpoint.transformers
+    return checkpoint.family.models_of(models[0].model_shapes(), len(models))
 
 
 def _task_in(name: str) -> str | None:
@@ -134,26 +151,65 @@ def _with_alphas(matching: Matching, options: Sequence[AlphaSpec]) -> tuple[Matc
     """Every pair's alpha, by the order of sources."""
     adapter, component = matching.assignment.adapter, matching.assignment.component.name
     option = _option_for(adapter, options)
-    metadata = cache(lambda: config_of_metadata(adapter.header.metadata, component))
+    metadata = cache(lambda: config_of_metadata(adapter.metadata, component))
+    shapes = {name: tensor.shape for name, tensor in matching.assignment.component.tensors().items()}
     hits: list[Hit] = []
     for hit in matching.hits:
-        if hit.kind != "pair":
+        rank = hit.rank or _stated_rank(hit, adapter.config)
+        if rank is None:
             hits.append(hit)
             continue
+        conv = has_kernel(shapes[hit.base_key]) and not hit.module.settings.experts
         try:
             alpha = resolve_alpha(
                 plain_name(hit.module.name),
-                hit.module.rank,
-                stored=hit.module.alpha,
+                rank,
+                stored=adapter.stored_alpha(hit.module, rank, conv=conv),
                 option=option.alpha if option else None,
                 config=adapter.config,
                 metadata=metadata,
+                conv=conv,
             )
         except BadAlpha as error:
             text = f"the file's metadata: {error}"
             return matching, [Fault("alpha", text, path=adapter.name, key="__metadata__")]
         hits.append(replace(hit, alpha=alpha))
     return replace(matching, hits=tuple(hits)), []
+
+
+def _stated_rank(hit: Hit, config: AdapterConfig | None) -> int | None:
+    """The configuration's, for factors that show none; nothing divides a finished factor."""
+    if not hit.kind.scaled:
+        return None
+    if hit.module.alpha_scale is not None:
+        return 1
+    return config.rank_of(plain_name(hit.module.name)) if config else None
+
+
+def _full_factor_notices(matching: Matching) -> Iterator[Notice]:
+    """Whose definition scales LoKr modules with both factors full, where an alpha could have counted."""
+    name = matching.assignment.adapter.name
+    full = [hit for hit in matching.hits if hit.kind.scaled and hit.own_rank is None]
+    peft = sum(hit.alpha is not None for hit in full)
+    lycoris = sum(hit.alpha is None and hit.module.alpha is not None for hit in full)
+    for whose, n_modules, rule in (
+        ("PEFT", peft, "alpha / r of its configuration counts"),
+        ("LyCORIS", lycoris, "no alpha counts"),
+    ):
+        if n_modules:
+            what = f"{n_modules} modules have both factors full and so no rank"
+            text = f"{name}: {what}: as {whose} defines it, {rule}"
+            yield Notice("full_factors", text, {"lora": name, "modules": n_modules, "as": whose})
+
+
+def _replacement_notices(matching: Matching) -> Iterator[Notice]:
+    """Whole weights at another strength than 1 are no longer the trained ones."""
+    name, strength = matching.assignment.adapter.name, matching.assignment.strength
+    mixed = [h for h in matching.hits if h.kind.counted == "replace" and h.scale(strength) not in (0, 1)]
+    if mixed:
+        at = ", ".join(f"{scale:g}" for scale in sorted({hit.scale(strength) for hit in mixed}))
+        text = f"{name}: {len(mixed)} replacements at strength {at}: W + strength * (replacement - W)"
+        yield Notice("replace_strength", text, {"lora": name, "modules": len(mixed)})
 
 
 def _option_for(adapter: Adapter, options: Sequence[AlphaSpec]) -> AlphaSpec | None:
@@ -194,7 +250,7 @@ def _with_misses_settled(matching: Matching, request: Request) -> Matching:
 def _miss_faults(matching: Matching, request: Request) -> Iterator[Fault]:
     adapter = matching.assignment.adapter
     missed = [*matching.unmatched, *matching.skipped]
-    if not matching.hits and not matching.faults:
+    if not matching.hits and not matching.faults and not any(skip.asked for skip in matching.skipped):
         yield _nothing_matched(matching, len(missed) or len(adapter.modules))
         return
     for miss in matching.unmatched:
@@ -203,7 +259,7 @@ def _miss_faults(matching: Matching, request: Request) -> Iterator[Fault]:
         yield Fault("unmatched", f"{name} has no home in {matching.assignment.component.name}{why}",
                     path=adapter.name, key=name, hint=_miss_hint(matching))  # fmt: skip
     if request.strict:
-        for skip in matching.skipped:
+        for skip in (skip for skip in matching.skipped if not skip.asked):
             text = f"{skip.module.name} stays unapplied: {skip.reason}"
             yield Fault(
                 "strict", text, path=adapter.name, key=skip.module.name, hint="--strict allows no skips."
@@ -212,19 +268,23 @@ def _miss_faults(matching: Matching, request: Request) -> Iterator[Fault]:
 
 def _nothing_matched(matching: Matching, n_modules: int) -> Fault:
     component, adapter = matching.assignment.component, matching.assignment.adapter
-    lora_key = adapter.header.tensors[0].name
+    lora_key = adapter.tensors[0].name
     base_key = next(iter(component.tensors()), "nothing")
-    text = f"0 of {n_modules} modules match {component.name}: it was made for another architecture"
+    likely = {miss.likely or "it was made for another architecture" for miss in matching.unmatched}
+    why = likely.pop() if len(likely) == 1 else "it was made for another architecture"
+    text = f"0 of {n_modules} modules match {component.name}: {why}"
     samples = f"The LoRA has keys like {lora_key}; the base has keys like {base_key}."
     return Fault("no_match", text, path=adapter.name, key=lora_key, hint=samples)
 
 
 def _miss_hint(matching: Matching) -> str:
-    tensors = iter(matching.assignment.component.tensors())
-    return (
-        f"The base has keys like {next(tensors, 'nothing')}. "
-        "Name the modules that may stay unapplied with --allow-unmatched GLOB."
-    )
+    """What the base has; the text encoders that it has not are named as keys spell them."""
+    base_key = next(iter(matching.assignment.component.tensors()), "nothing")
+    named = {named_component(miss.module.name) for miss in matching.unmatched}
+    lacking = " and ".join(sorted(name for name in named if name and name in MEANINGS))
+    whole = f"For {lacking} fuse into a pipeline that has it. " if lacking else ""
+    allow = "Name the modules that may stay unapplied with --allow-unmatched GLOB."
+    return f"The base has keys like {base_key}. {whole}{allow}"
 
 
 def _scale_faults(matching: Matching) -> Iterator[Fault]:
@@ -236,10 +296,22 @@ def _scale_faults(matching: Matching) -> Iterator[Fault]:
             yield Fault("scale", text, path=matching.assignment.adapter.name, key=hit.module.name)
 
 
+def _peft_faults(matching: Matching) -> Iterator[Fault]:
+    """Adapters that PEFT trained with arithmetic that is not the kind's."""
+    adapter = matching.assignment.adapter
+    if adapter.config is None or adapter.config.stated_rank is None:
+        return
+    for hit in matching.hits:
+        if misread_by_peft(hit.module.shapes):
+            name = hit.module.name
+            text = f"{name}: PEFT's LoKr of a 1-D convolution with a full lokr_w2 is no Kronecker product"
+            yield Fault("unsupported", text, path=adapter.name, key=name)
+
+
 def _dtype_faults(matching: Matching) -> Iterator[Fault]:
     for hit in matching.hits:
-        for tensor in hit.tensors:
-            if tensor.dtype not in FACTOR_DTYPES:
+        for part, tensor in hit.parts.items():
+            if tensor.dtype not in FACTOR_DTYPES and part not in NUMBERS:
                 text = f"{tensor.name} has the dtype {tensor.dtype}, which holds no delta"
                 yield Fault("dtype", text, path=matching.assignment.adapter.name, key=tensor.name)
 
@@ -280,13 +352,26 @@ def _stems(base_key: str) -> tuple[str, str]:
 def _metadata_notices(matching: Matching) -> Iterator[Notice]:
     """Alpha tensors win over metadata; the user hears of it when the two disagree."""
     adapter = matching.assignment.adapter
-    config = _quiet_config(adapter.header.metadata, matching.assignment.component.name)
-    stored = {h.module.alpha for h in matching.hits if h.module.alpha is not None and h.kind == "pair"}
-    if config is not None and stored and stored != {config.lora_alpha}:
-        values = ", ".join(f"{alpha:g}" for alpha in sorted(stored))
+    config = _quiet_config(adapter.metadata, matching.assignment.component.name)
+    shapes = {name: tensor.shape for name, tensor in matching.assignment.component.tensors().items()}
+    odd = {
+        hit.alpha.value
+        for hit in matching.hits
+        if config and hit.alpha and hit.alpha.source in ("tensor", "rs_lora")
+        if not _agrees(config, hit, conv=has_kernel(shapes[hit.base_key]))
+    }
+    if config is not None and odd:
+        values = ", ".join(f"{alpha:g}" for alpha in sorted(odd))
         said = f"its metadata says alpha {config.lora_alpha:g}, its tensors say {values}"
         text = f"{adapter.name}: {said}; the tensors count"
         yield Notice("metadata_disagrees", text, {"lora": adapter.name, "metadata": config.lora_alpha})
+
+
+def _agrees(config: AdapterConfig, hit: Hit, *, conv: bool) -> bool:
+    """Whether metadata alone would scale a module as its own alpha does."""
+    alpha = config.alpha_of(plain_name(hit.module.name), conv=conv)
+    wanted = alpha / config.divisor(hit.rank) if hit.rank else hit.ratio
+    return math.isclose(hit.ratio, wanted, rel_tol=SAME_ALPHA)
 
 
 def _quiet_config(metadata: Mapping[str, str], component: str) -> AdapterConfig | None:

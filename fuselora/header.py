@@ -134,19 +134,22 @@ def _raw_header(path: Path, stream: BinaryIO, n_bytes: int) -> bytes:
     return prefix + text
 
 
+CONVERT = (
+    "Convert it to safetensors; fuselora never unpickles anything. With torch, where you trust it: "
+    'python -c "import torch, safetensors.torch as s; '
+    "t = torch.load('IN.bin', weights_only=True, map_location='cpu'); "
+    "s.save_file({k: v.contiguous().clone() for k, v in t.items()}, 'OUT.safetensors')\""
+)
+PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 LOOKALIKES: tuple[tuple[bytes, str, str], ...] = (
     (b"version https://git-lfs", "a Git LFS pointer", "Fetch the real file with 'git lfs pull'."),
-    (b"PK\x03\x04", "a zip archive, perhaps a torch checkpoint", "Convert it to safetensors."),
-    (b"\x80\x02", "a pickle", "Pickles are never loaded; convert it to safetensors."),
-    (b"\x80\x03", "a pickle", "Pickles are never loaded; convert it to safetensors."),
-    (b"\x80\x04", "a pickle", "Pickles are never loaded; convert it to safetensors."),
-    (b"\x80\x05", "a pickle", "Pickles are never loaded; convert it to safetensors."),
+    (b"PK\x03\x04", "a zip archive, perhaps a torch checkpoint", CONVERT),
+    *((bytes((0x80, protocol)), "a pickle", CONVERT) for protocol in (2, 3, 4, 5)),
     (b"GGUF", "a GGUF file, a quantised base", "Use the unquantised safetensors."),
     (b"\x1f\x8b", "a gzip archive", "Unpack it."),
     (b"<", "an HTML or XML page", "The download was answered with a web page; fetch it again."),
     (b"{", "a JSON text", "It may be an index, or what a download was answered with; name the weights."),
 )
-SUFFIX_HINT = "Convert it to safetensors; fuselora never unpickles anything."
 
 
 def _refuse_lookalike(path: Path, start: bytes, n_bytes: int) -> None:
@@ -160,8 +163,8 @@ def _refuse_lookalike(path: Path, start: bytes, n_bytes: int) -> None:
     for magic, what, hint in LOOKALIKES:
         if start.startswith(magic):
             _broken(path, f"is not safetensors: it looks like {what}", hint)
-    if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
-        _broken(path, f"is not safetensors but a {path.suffix} file", SUFFIX_HINT)
+    if path.suffix in PICKLED_SUFFIXES:
+        _broken(path, f"is not safetensors but a {path.suffix} file", CONVERT)
 
 
 def _parse(path: Path, text: bytes) -> tuple[tuple[TensorInfo, ...], Mapping[str, str]]:

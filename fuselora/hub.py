@@ -20,12 +20,10 @@ from typing import TYPE_CHECKING
 
 from fuselora import __version__
 from fuselora.errors import FormatError, FuseloraError, HubError
-from fuselora.header import MAX_HEADER_BYTES
+from fuselora.header import CONVERT, MAX_HEADER_BYTES, PICKLED_SUFFIXES
 from fuselora.selection import (
     ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    CONVERT,
-    PICKLES,
+    CONFIGURED,
     absent_files,
     adapter_weights,
     model_files,
@@ -33,6 +31,7 @@ from fuselora.selection import (
     skeleton_files,
     variants,
 )
+from fuselora.shards import is_index, shard_names
 from fuselora.specs import HUB, SHORT_NAMES, HubAddress
 
 if TYPE_CHECKING:
@@ -78,18 +77,31 @@ def fetch_skeleton(address: HubAddress, *, asked: str, headers_only: bool) -> tu
 def fetch_lora(address: HubAddress, *, asked: str) -> tuple[Path, Path | None]:
     """A LoRA's weights in the Hub's cache, and the ``adapter_config.json`` that belongs to them.
 
-    Raises ``HubError``, and as ``adapter_weights`` does for an adapter folder.
+    Of a LoRA in several files it is the index, and they are there beside it. Raises ``HubError``, and as
+    ``adapter_weights`` does for an adapter folder, as ``shard_names`` for an index.
     """
     listing = _list_repo(address, asked)
     name, is_adapter = address.path, address.path not in listing.files
     if is_adapter:
         name = str(PurePosixPath(name, _adapter_on_hub(listing)))
-    if name.endswith(PICKLES):
+    if name.endswith(PICKLED_SUFFIXES):
         raise FormatError(f"{asked}: is not safetensors", hint=CONVERT, path=asked)
     config = str(PurePosixPath(name).with_name(ADAPTER_CONFIG))
-    has_config = config in listing.files and (is_adapter or name.endswith(ADAPTER_WEIGHTS[0]))
-    folder = _fetch(listing, [name, config] if has_config else [name])
+    has_config = config in listing.files and (is_adapter or PurePosixPath(name).name in CONFIGURED)
+    shards = _shards_of(listing, name) if is_index(PurePosixPath(name)) else []
+    folder = _fetch(listing, [name, *shards, *([config] if has_config else [])])
     return folder / name, folder / config if has_config else None
+
+
+def _shards_of(listing: _Listing, index: str) -> list[str]:
+    """The files of the repository that an index names, which is fetched for it."""
+    path = _fetch(listing, [index]) / index
+    shards = [str(PurePosixPath(index).with_name(name)) for name in shard_names(path)]
+    for shard in shards:
+        if shard not in listing.files:
+            repo = listing.address.repo
+            raise HubError(f"{listing.asked}: {index} names {shard}, which {repo} does not have", path=shard)
+    return shards
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,7 @@ def load_findings(out: Path, marker: Marker) -> Iterator[Finding]:
         folder = PurePosixPath(record.files[0].path).parent
         where = str(folder / "config.json")
         try:
-            name = read_json(out / where).get("_class_name")
+            name = _class_name(read_json(out / where))
         except FormatError:
             text = f"{record.name} cannot be loaded: it has no config.json that can be read"
             yield Finding("load", where, None, text)
@@ -37,11 +39,22 @@ def load_findings(out: Path, marker: Marker) -> Iterator[Finding]:
             yield from _loaded(out / folder, record, model_class)
 
 
-def _model_class(name: object) -> Any | None:  # noqa: ANN401 - diffusers has no types
-    import diffusers
+def _class_name(config: Mapping[str, object]) -> object:
+    """diffusers' spelling of a model's class, or transformers' of a text encoder's."""
+    architectures = config.get("architectures")
+    if "_class_name" in config or not isinstance(architectures, list) or not architectures:
+        return config.get("_class_name")
+    return architectures[0]
 
-    found = getattr(diffusers, name, None) if isinstance(name, str) else None
-    return found if isinstance(found, type) and issubclass(found, diffusers.ModelMixin) else None
+
+def _model_class(name: object) -> Any | None:  # noqa: ANN401 - the libraries have no types
+    for library, base in (("diffusers", "ModelMixin"), ("transformers", "PreTrainedModel")):
+        if find_spec(library) and isinstance(name, str):
+            module = import_module(library)
+            found = getattr(module, name, None)
+            if isinstance(found, type) and issubclass(found, getattr(module, base)):
+                return found
+    return None
 
 
 def _loaded(folder: Path, record: ComponentRecord, model_class: Any) -> Iterator[Finding]:  # noqa: ANN401
@@ -69,15 +82,18 @@ def _loaded(folder: Path, record: ComponentRecord, model_class: Any) -> Iterator
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without diffusers' own bars and warnings: what they say becomes findings."""
-    from diffusers.utils import logging
+    """Without the libraries' own bars and warnings: what they say becomes findings."""
+    from diffusers.utils import logging as own
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    logs = [own, *([import_module("transformers.utils.logging")] if find_spec("transformers") else [])]
+    before = [(log, log.get_verbosity(), log.is_progress_bar_enabled()) for log in logs]
+    for log in logs:
+        log.set_verbosity_error()
+        log.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
+        for log, level, bars in before:
+            log.set_verbosity(level)
+            if bars:
+                log.enable_progress_bar()

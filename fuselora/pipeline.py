@@ -25,15 +25,17 @@ from fuselora.skeleton_faults import skeleton_faults
 from fuselora.specs import (
     AlphaSpec,
     Assets,
+    BlockSpec,
     Dtype,
     Kernel,
     LoraSpec,
     OutputLayout,
     Request,
     parse_alpha,
+    parse_block,
     parse_lora,
 )
-from fuselora.targets import assign
+from fuselora.targets import assign, encoders_named
 
 if TYPE_CHECKING:
     from fuselora.content import LoraContent
@@ -100,7 +102,7 @@ def request(
     specs = tuple(spec for lora in _several(loras) for spec in _specs(lora))
     if not specs:
         raise UsageError("no LoRA was given", hint="Give at least one --lora FILE.")
-    for name, read in (("alphas", _alpha), ("allow_unmatched", str)):
+    for name, read in (("alphas", _alpha), ("blocks", _block), ("allow_unmatched", str)):
         if name in options:
             options[name] = tuple(map(read, _several(options[name])))
     if options.get("skeleton") is not None:
@@ -157,7 +159,7 @@ class _Matched:
 
     @property
     def inputs(self) -> list[Path]:
-        loras = [matching.assignment.adapter.location.path for matching in self.matchings]
+        loras = [path for matching in self.matchings for path in matching.assignment.adapter.paths]
         return [self.checkpoint.root, *([self.skeleton.root] if self.skeleton else []), *loras]
 
 
@@ -175,7 +177,11 @@ def _matched(asked: Request, *, headers_only: bool) -> _Matched:
         model_only=skeleton is not None,
     )
     checkpoint = open_checkpoint(
-        location.path, source=location.source, revision=location.revision, variant=asked.variant
+        location.path,
+        source=location.source,
+        revision=location.revision,
+        variant=asked.variant,
+        text_encoders=encoders_named(adapters),
     )
     assigned = assign(adapters, checkpoint)
     _refuse([*_adapter_faults(adapters), *assigned.faults, *_skeleton_faults(skeleton, checkpoint, asked)])
@@ -195,7 +201,7 @@ def _contents(matched: _Matched, asked: Request, progress: Progress) -> tuple[Lo
     from fuselora.engine.settings import exact_settings
 
     adapters = {m.assignment.order: m.assignment.adapter for m in matched.matchings}
-    n_bytes = sum(adapter.header.n_bytes for adapter in adapters.values())
+    n_bytes = sum(adapter.n_bytes for adapter in adapters.values())
     with exact_settings(), progress.phase("read LoRAs", n_bytes) as advance:
         contents = tuple(
             read_content(adapters[order], digest=asked.digest, advance=advance) for order in sorted(adapters)
@@ -244,6 +250,10 @@ def _specs(lora: object) -> tuple[LoraSpec, ...]:
 
 def _alpha(option: object) -> AlphaSpec:
     return option if isinstance(option, AlphaSpec) else parse_alpha(str(option))
+
+
+def _block(option: object) -> BlockSpec:
+    return option if isinstance(option, BlockSpec) else parse_block(str(option))
 
 
 def _refuse_unknown_choices(asked: Request) -> None:

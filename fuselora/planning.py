@@ -25,6 +25,8 @@ from fuselora.header import (
     bytes_by_dtype,
     encode_header,
 )
+from fuselora.kinds import Kind, Part
+from fuselora.kinds.settings import UNSAID, Settings
 from fuselora.marker import COMPONENT_KEY, FINGERPRINT_KEY, SCHEMA
 from fuselora.match import FUSABLE, Hit, Matching
 from fuselora.naming import Naming, as_base, as_diffusers
@@ -56,25 +58,33 @@ class Factor:
     offset: int
     n_bytes: int
 
-
-@dataclass(frozen=True, slots=True)
-class LowRank:
-    """W += scale * up @ down, with up (out, rank) and down (rank, in)."""
-
-    up: Factor
-    down: Factor
-    scale: float
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Its first dimension, and all others flattened."""
+        return _as_matrix(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
-class Full:
-    """W += scale * diff, of W's own shape."""
+class Delta:
+    """What one hit does to a tensor: the kind's arithmetic on ``factors``.
 
-    diff: Factor
-    scale: float
+    ``ratio`` is alpha / rank, ``strength`` the user's; a difference is added times both.
+    """
 
+    kind: Kind
+    factors: Mapping[Part, Factor]
+    ratio: float
+    strength: float
+    settings: Settings = UNSAID
 
-Delta = LowRank | Full
+    @property
+    def scale(self) -> float:
+        return self.strength * self.ratio
+
+    @property
+    def held_elements(self) -> int:
+        """In memory while the tensor is computed."""
+        return self.kind.held({part: factor.shape for part, factor in self.factors.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +103,7 @@ class Fuse:
     Without deltas it is only cast. ``base_dtype`` and ``dtype`` are safetensors codes.
     """
 
+    base_path: Path
     base_key: str
     base_dtype: str
     dtype: str
@@ -122,9 +133,15 @@ class Fuse:
 
     @property
     def factor_elements(self) -> int:
-        """Of all pairs; a difference is read in rows."""
-        pairs = (delta for delta in self.deltas if isinstance(delta, LowRank))
-        return sum(math.prod(factor.shape) for pair in pairs for factor in (pair.up, pair.down))
+        """Of all deltas, in memory while the tensor is computed."""
+        copies = sum(delta.kind.copies for delta in self.deltas)
+        return sum(delta.held_elements for delta in self.deltas) + copies * self.n_elements
+
+    @property
+    def base(self) -> Factor:
+        """The base tensor as a matrix, for what needs more of it than the rows at hand."""
+        shape = (self.rows, self.columns)
+        return Factor(self.base_path, self.base_key, self.base_dtype, shape, self.source, self.base_bytes)
 
 
 Step = Copy | Fuse
@@ -272,12 +289,11 @@ def chunk_grid(rows: int, columns: int) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True, slots=True)
 class PlacedHit:
-    """A hit with what the sum needs to know: whose it is and at what strength."""
+    """A hit with what the sum needs to know: whose it is, where its tensors lie, and at what strength."""
 
     hit: Hit
     order: int
-    path: Path
-    data_start: int
+    homes: Mapping[str, Header]
     strength: float
 
     @property
@@ -285,14 +301,14 @@ class PlacedHit:
         return self.hit.scale(self.strength)
 
     def delta(self) -> Delta:
-        if self.hit.kind == "pair":
-            up, down = (self._factor(tensor) for tensor in self.hit.tensors)
-            return LowRank(up, down, self.scale)
-        return Full(self._factor(self.hit.tensors[0]), self.scale)
+        factors = {part: self._factor(tensor) for part, tensor in self.hit.parts.items()}
+        strength, settings = self.strength * self.hit.block, self.hit.module.settings
+        return Delta(self.hit.kind, factors, self.hit.ratio, strength, settings)
 
     def _factor(self, tensor: TensorInfo) -> Factor:
-        offset = self.data_start + tensor.start
-        return Factor(self.path, tensor.name, tensor.dtype, tensor.shape, offset, tensor.n_bytes)
+        header = self.homes[tensor.name]
+        offset = header.data_start + tensor.start
+        return Factor(header.path, tensor.name, tensor.dtype, tensor.shape, offset, tensor.n_bytes)
 
 
 def _hits_of(component: Component, matchings: Sequence[Matching]) -> dict[str, list[PlacedHit]]:
@@ -302,9 +318,8 @@ def _hits_of(component: Component, matchings: Sequence[Matching]) -> dict[str, l
         assignment = matching.assignment
         if assignment.component.name != component.name:
             continue
-        header = assignment.adapter.header
         for hit in matching.hits:
-            placed = PlacedHit(hit, assignment.order, header.path, header.data_start, assignment.strength)
+            placed = PlacedHit(hit, assignment.order, assignment.adapter.homes, assignment.strength)
             hits.setdefault(hit.base_key, []).append(placed)
     return hits
 
@@ -340,10 +355,15 @@ class _ComponentLayout:
         )
 
     def dtype_of(self, tensor: TensorInfo) -> str:
-        """The output dtype: as stored, unless ``--dtype`` says otherwise and nothing holds it back."""
+        """The output dtype: as stored, unless ``--dtype`` says otherwise and nothing holds it back.
+
+        ``--dtype`` is the transformers'; a text encoder keeps its own.
+        """
         start = len(self.component.prefix)
         ours = tensor.name.startswith(self.component.prefix)
-        if self.request.dtype == "keep" or not ours or tensor.dtype not in FUSABLE:
+        if self.component.is_text_encoder or self.request.dtype == "keep":
+            return tensor.dtype
+        if not ours or tensor.dtype not in FUSABLE:
             return tensor.dtype
         kept = self.family is not None and self.family.keeps_float32(tensor.name[start:], self.layout)
         return tensor.dtype if kept and not self.request.uniform else DTYPE_CODES[self.request.dtype]
@@ -391,7 +411,7 @@ class _ComponentLayout:
         base = shard.by_name()
         for tensor in placed:
             source, target = base[tensor.name], data_start + tensor.start
-            step = self._step(source, shard.data_start + source.start, tensor, target)
+            step = self._step(shard.path, source, shard.data_start + source.start, tensor, target)
             if isinstance(step, Copy) and run and _adjoins(run, step):
                 run = Copy(run.source, run.target, run.n_bytes + step.n_bytes)
                 continue
@@ -403,21 +423,22 @@ class _ComponentLayout:
         if run:
             yield run
 
-    def _step(self, base: TensorInfo, source: int, placed: TensorInfo, target: int) -> Step:
+    def _step(self, path: Path, base: TensorInfo, source: int, placed: TensorInfo, target: int) -> Step:
         deltas = tuple(p.delta() for p in self.hits.get(base.name, ()) if not self._is_nothing(p))
         if (not deltas and base.dtype == placed.dtype) or base.n_elements == 0:
             return Copy(source, target, base.n_bytes)
         rows, columns = _as_matrix(base.shape)
+        if deltas and all(delta.settings.experts for delta in deltas):
+            rows, columns = math.prod(base.shape[:-1]), base.shape[-1]
         return Fuse(
-            base.name, base.dtype, placed.dtype, rows, columns, source, target,
+            path, base.name, base.dtype, placed.dtype, rows, columns, source, target,
             chunk_grid(rows, columns), deltas,
         )  # fmt: skip
 
     def _is_nothing(self, placed: PlacedHit) -> bool:
         """A delta known to be zero is left out, so that the base's bytes stay as they are."""
-        if placed.scale == 0:
-            return True
-        return self.contents is not None and self.contents[placed.order].zeroes(placed.hit)
+        zero = self.contents[placed.order].zero if self.contents is not None else ()
+        return placed.strength == 0 or placed.hit.is_nothing(zero)
 
 
 def _adjoins(run: Copy, step: Copy) -> bool:
@@ -465,6 +486,8 @@ def _edited_configs(
     """
     edited: dict[PurePosixPath, bytes] = {}
     for component, planned in zip(checkpoint.components, components, strict=True):
+        if component.is_text_encoder:
+            continue
         config = skeleton.configs[component.name] if skeleton else component.config
         path = (PurePosixPath(component.name) if skeleton else component.folder) / "config.json"
         dtype = DTYPE_NAMES.get(planned.dtype) if skeleton else request.dtype
@@ -524,5 +547,8 @@ def _names_row(naming: Naming) -> list[object]:
 
 def _fingerprint_row(matching: Matching, contents: Sequence[LoraContent]) -> list[object]:
     assignment = matching.assignment
-    scales = [[hit.base_key, hit.kind, hit.scale(assignment.strength)] for hit in matching.hits]
+    scales = [
+        [hit.base_key, hit.kind.name, hit.scale(assignment.strength), *hit.module.settings.of(hit.kind.name)]
+        for hit in matching.hits
+    ]
     return [contents[assignment.order].content_sha256, assignment.component.name, sorted(scales)]

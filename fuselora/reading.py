@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from fuselora.errors import ChangedError, ReadError
+
+MORE_FILES = "Too many files are open: raise the limit (ulimit -n)."
+HINTS: Mapping[int, str] = {
+    errno.EMFILE: MORE_FILES,
+    errno.ENFILE: MORE_FILES,
+    errno.ENOENT: "It was moved or removed since the command began.",
+    errno.EACCES: "Let this user read it.",
+    errno.EPERM: "Let this user read it.",
+}
 
 
 @contextmanager
@@ -18,7 +28,7 @@ def reading(path: Path) -> Iterator[None]:
     except OSError as error:
         raise ReadError(
             f"{path}: cannot be read: {error.strerror or error}",
-            hint="Look to the disk or network that holds it.",
+            hint=HINTS.get(error.errno or 0, "Look to the disk or network that holds it."),
             path=str(path),
         ) from error
 

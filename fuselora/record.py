@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from fuselora import __version__
+from fuselora.block_strengths import blocks_for
 from fuselora.digest import artifact_digest, tagged
 from fuselora.header import dtype_name
 from fuselora.marker import SCHEMA
-from fuselora.match import COUNTED, plain_name
+from fuselora.match import plain_name
 
 if TYPE_CHECKING:
     from fuselora.content import LoraContent
@@ -19,6 +21,10 @@ if TYPE_CHECKING:
     from fuselora.match import Hit, Matching
     from fuselora.planning import ComponentPlan, FusePlan, OutputFile
     from fuselora.skeleton import Skeleton
+    from fuselora.specs import BlockSpec
+
+
+COUNTED = ("pairs", "diff", "diff_b", "diff_m", "replace")  # said even where there are none
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +153,19 @@ def _loras(plan: FusePlan) -> list[object]:
     """The base's own LoRAs first, when it was fused before."""
     earlier = [dict(lora.raw) for lora in plan.checkpoint.marker.loras] if plan.checkpoint.marker else []
     assert plan.contents is not None  # a plan without the data pass is never executed
-    return [*earlier, *(_lora(m, plan.contents[m.assignment.order]) for m in plan.matchings)]
+    return [
+        *earlier,
+        *(_lora(m, plan.contents[m.assignment.order], plan.request.blocks) for m in plan.matchings),
+    ]
 
 
-def _lora(matching: Matching, content: LoraContent) -> dict[str, object]:
+def _blocks(blocks: Sequence[BlockSpec]) -> dict[str, object]:
+    """Nothing where ``--blocks`` was not given."""
+    rows = [{"glob": block.glob, "strength": block.strength} for block in blocks]
+    return {"blocks": rows} if rows else {}
+
+
+def _lora(matching: Matching, content: LoraContent, blocks: Sequence[BlockSpec]) -> dict[str, object]:
     assignment = matching.assignment
     pairs = [hit for hit in matching.hits if hit.alpha is not None]
     entry: dict[str, object] = {
@@ -158,8 +173,9 @@ def _lora(matching: Matching, content: LoraContent) -> dict[str, object]:
         "content_sha256": content.content_sha256,
         "component": assignment.component.name,
         "strength": assignment.strength,
-        "dialect": " + ".join(sorted({hit.module.dialect for hit in matching.hits})),
-        "ranks": sorted({hit.module.rank for hit in pairs}),
+        **_blocks(blocks_for(assignment.component.name, blocks)),
+        "dialect": " + ".join(sorted({row.module.dialect for row in matching.hits or matching.skipped})),
+        "ranks": sorted({hit.rank for hit in pairs if hit.rank is not None}),
         "alpha": _alpha(pairs),
         "scales": scale_groups(matching.hits, assignment.strength),
         "applied": applied_counts(matching.hits),
@@ -177,21 +193,23 @@ def _alpha(pairs: Sequence[Hit]) -> dict[str, object]:
 
 
 def scale_groups(hits: Sequence[Hit], strength: float) -> list[dict[str, object]]:
-    """Pairs that share scale, alpha, rank and source of alpha, as one entry with their modules' names."""
-    groups: dict[tuple[float, float, int, str], list[str]] = {}
+    """Hits that share scale, alpha, rank, source of alpha and block, as one entry with the modules' names."""
+    groups: dict[tuple[float, float, int, str, float], list[str]] = {}
     for hit in hits:
         if hit.alpha is not None:
-            row = (hit.scale(strength), hit.alpha.value, hit.module.rank, hit.alpha.source)
+            row = (hit.scale(strength), hit.alpha.value, hit.rank or 0, hit.alpha.source, hit.block)
             groups.setdefault(row, []).append(plain_name(hit.module.name))
     return [
-        {"scale": scale, "alpha": alpha, "rank": rank, "source": source, "modules": sorted(modules)}
-        for (scale, alpha, rank, source), modules in sorted(groups.items())
+        {
+            **{"scale": scale, "alpha": alpha, "rank": rank, "source": source},
+            **({} if block == 1 else {"block": block}),
+            "modules": sorted(set(modules)),
+        }
+        for (scale, alpha, rank, source, block), modules in sorted(groups.items())
     ]
 
 
 def applied_counts(hits: Sequence[Hit]) -> dict[str, int]:
     """How many deltas of each kind."""
-    counts = {"pairs": 0, "diff": 0, "diff_b": 0, "diff_m": 0, "replace": 0}
-    for hit in hits:
-        counts[COUNTED[hit.kind]] += 1
-    return counts
+    counts = Counter(hit.kind.counted for hit in hits)
+    return {name: counts[name] for name in dict.fromkeys([*COUNTED, *sorted(counts)])}

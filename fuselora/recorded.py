@@ -7,26 +7,35 @@ the ranks and alphas that the file holds; nothing of a plan is used.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fuselora.block_strengths import with_blocks
 from fuselora.fields import Fields
+from fuselora.kinds import Kind
+from fuselora.kinds.kind import ALPHAS
+from fuselora.kinds.settings import Settings
 from fuselora.lora.adapter import open_adapter
 from fuselora.marker import FILE_NAME, LoraRecord
-from fuselora.match import COUNTED, Matching, match, plain_name
+from fuselora.match import Matching, match, plain_name
+from fuselora.record import applied_counts
 from fuselora.resolve import LoraLocation
-from fuselora.specs import LoraSpec
-from fuselora.targets import Assignment
+from fuselora.specs import BlockSpec, LoraSpec
+from fuselora.targets import Assignment, modules_for
 
 if TYPE_CHECKING:
     from fuselora.checkpoint import Checkpoint, Component
+    from fuselora.lora.adapter import Adapter
     from fuselora.match import Hit
 
 # sources of alpha that may divide by sqrt(rank) instead of rank, as rank-stabilised LoRA does
 CONFIGURED = ("adapter_config", "metadata")
+# sources that are numbers in the file
+STORED = ("tensor", "rs_lora", "alpha_scale")
+
+UNSAID = Settings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +58,13 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """``scale`` times the product of ``factors``: up (out, rank) and down (rank, in), or one difference."""
+    """What a kind makes of ``factors``: a difference, times ``ratio * strength``, or a changed tensor."""
 
-    scale: float
-    factors: tuple[Stored, ...]
+    kind: Kind
+    factors: Mapping[str, Stored]
+    ratio: float
+    strength: float
+    settings: Settings = UNSAID
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +83,25 @@ class Scale:
     alpha: float
     rank: int
     source: str
+    block: float
     modules: tuple[str, ...]
 
+    def alpha_over_rank(self, strength: float) -> float:
+        """What is left of the scale without the strength; nothing of it counts at strength 0."""
+        return self.scale / strength if strength else 0.0
 
-def additions(entry: LoraRecord, lora: Path, component: Component, base: Checkpoint) -> Additions:
-    """Find the base tensors of every module of ``lora`` and take their scales from ``entry``.
 
-    Raises ``MarkerError`` for an entry without the fields that this needs, ``InputError`` for a LoRA
-    that cannot be read.
+def additions(entry: LoraRecord, given: LoraLocation, component: Component, base: Checkpoint) -> Additions:
+    """Find the base tensors of every module of a LoRA and take their scales from ``entry``.
+
+    An adapter's configuration is read for what its parts mean, not for their scale. Raises
+    ``MarkerError`` for an entry without the fields that this needs, ``InputError`` for a LoRA that cannot
+    be read.
     """
-    adapter = open_adapter(LoraLocation(LoraSpec(str(lora)), lora, entry.name, None))
-    matching = match(Assignment(0, adapter, component), base.family, base.layout)
+    adapter = open_adapter(LoraLocation(LoraSpec(str(given.path)), given.path, entry.name, given.config))
+    assignment = Assignment(0, adapter, component, modules_for(adapter, component, base))
+    matched = match(assignment, base.family, base.layout)
+    matching = with_blocks(matched, tuple(_blocks(entry)))
     faults = (*adapter.faults, *matching.faults)
     if faults:
         return Additions(None, tuple(Finding("lora", entry.name, f.key, f.message) for f in faults))
@@ -90,9 +110,9 @@ def additions(entry: LoraRecord, lora: Path, component: Component, base: Checkpo
     findings = [
         *_formula_findings(entry, scales),
         *_account_findings(entry, matching, by_module),
-        *(f for hit in matching.hits for f in _pair_findings(entry, hit, by_module, lora)),
+        *(f for hit in matching.hits for f in _pair_findings(entry, hit, by_module, adapter)),
     ]
-    return Additions(tuple(_deltas(entry, matching, by_module, lora)), tuple(findings))
+    return Additions(tuple(_deltas(entry, matching, by_module)), tuple(findings))
 
 
 def _scales(entry: LoraRecord) -> Iterator[Scale]:
@@ -102,27 +122,37 @@ def _scales(entry: LoraRecord) -> Iterator[Scale]:
             group.refuse("modules", "a list of names")
         yield Scale(
             group.number("scale"), group.number("alpha"), group.count("rank"), group.text("source"),
+            group.number("block") if "block" in group.values else 1.0,
             tuple(modules),
         )  # fmt: skip
 
 
+def _blocks(entry: LoraRecord) -> Iterator[BlockSpec]:
+    if "blocks" in entry.raw:
+        for item in Fields(entry.raw, FILE_NAME, entry.name).items("blocks"):
+            yield BlockSpec(item.text("glob"), item.number("strength"))
+
+
 def _deltas(
-    entry: LoraRecord, matching: Matching, scales: Mapping[str, Scale], lora: Path
+    entry: LoraRecord, matching: Matching, scales: Mapping[str, Scale]
 ) -> Iterator[tuple[str, Delta]]:
     """A pair without a scale is left out: it is among the findings."""
+    homes = matching.assignment.adapter.homes
     for hit in matching.hits:
-        factors = tuple(Stored(lora, tensor.name) for tensor in hit.tensors)
-        if hit.kind != "pair":
-            yield hit.base_key, Delta(entry.strength, factors)
-        elif scale := scales.get(plain_name(hit.module.name)):
-            yield hit.base_key, Delta(scale.scale, factors)
+        factors = {part: Stored(homes[t.name].path, t.name) for part, t in hit.parts.items()}
+        scale = scales.get(plain_name(hit.module.name)) if hit.kind.scaled else None
+        if hit.rank is not None and scale is None:
+            continue
+        strength = entry.strength * hit.block
+        ratio = 1.0 if scale is None else scale.alpha_over_rank(strength)
+        yield hit.base_key, Delta(hit.kind, factors, ratio, strength, hit.module.settings)
 
 
 def _formula_findings(entry: LoraRecord, scales: tuple[Scale, ...]) -> Iterator[Finding]:
     """scale = strength * alpha / rank, or / sqrt(rank) where a configuration may have asked for it."""
     for group in scales:
-        divisors = [float(group.rank), math.sqrt(group.rank)][: 1 + (group.source in CONFIGURED)]
-        wanted = entry.strength * group.alpha
+        divisors = _divisors(group)
+        wanted = entry.strength * group.block * group.alpha
         if not any(math.isclose(group.scale * divisor, wanted, rel_tol=1e-9) for divisor in divisors):
             text = (
                 f"the scale {group.scale:g} of {len(group.modules)} modules is not "
@@ -131,33 +161,53 @@ def _formula_findings(entry: LoraRecord, scales: tuple[Scale, ...]) -> Iterator[
             yield Finding("scale", entry.name, None, text)
 
 
-def _pair_findings(entry: LoraRecord, hit: Hit, scales: Mapping[str, Scale], lora: Path) -> Iterator[Finding]:
+def _divisors(group: Scale) -> tuple[float, ...]:
+    """What its alpha may have been divided by; a finished factor by nothing."""
+    root = math.sqrt(group.rank)
+    if group.source in CONFIGURED:
+        return float(group.rank), root
+    return ({"alpha_scale": 1.0, "rs_lora": root}.get(group.source, float(group.rank)),)
+
+
+def _pair_findings(
+    entry: LoraRecord, hit: Hit, scales: Mapping[str, Scale], adapter: Adapter
+) -> Iterator[Finding]:
     """Rank and alpha of one pair, as the file holds them."""
-    if hit.kind != "pair":
+    rank = hit.rank
+    if rank is None:
         return
     name, group = hit.module.name, scales.get(plain_name(hit.module.name))
     if group is None:
         yield Finding("scale", entry.name, name, f"{FILE_NAME} gives no scale for it")
         return
-    rank = hit.module.parts["down"].shape[0]
+    if group.block != hit.block:
+        text = f"its strength is times {hit.block:g} by the globs; {FILE_NAME} says {group.block:g}"
+        yield Finding("scale", entry.name, name, text)
     if group.rank != rank:
         yield Finding("scale", entry.name, name, f"its rank is {rank}; {FILE_NAME} says {group.rank}")
-    if wrong := _alpha_fault(hit, group, lora):
+    if wrong := _alpha_fault(hit, group, adapter):
         said = f"{FILE_NAME} says {group.alpha:g}, from {group.source}"
         yield Finding("alpha", entry.name, name, f"{wrong}; {said}")
 
 
-def _alpha_fault(hit: Hit, group: Scale, lora: Path) -> str | None:
+def _alpha_fault(hit: Hit, group: Scale, adapter: Adapter) -> str | None:
     """An alpha in the file counts before all others; without any, alpha is the rank."""
     from fuselora.exact import scalar
 
-    tensor = hit.module.parts.get("alpha")
-    if tensor is not None:
-        held = scalar(Stored(lora, tensor.name))
-        return None if (group.source, group.alpha) == ("tensor", held) else f"its alpha is {held:g}"
-    if group.source == "tensor":
+    for part in hit.module.parts.keys() & ALPHAS:
+        tensor = hit.module.parts[part]
+        held = scalar(Stored(adapter.homes[tensor.name].path, tensor.name))
+        said = group.source in _sources(hit, group.rank, adapter) and group.alpha == held
+        return None if said else f"its {part} is {held:g}"
+    if group.source in STORED:
         return "the file holds no alpha for it"
     return "its alpha is not its rank" if group.source == "rank" and group.alpha != group.rank else None
+
+
+def _sources(hit: Hit, rank: int, adapter: Adapter) -> set[str]:
+    """What a number in the file may be called, of a linear layer and of a convolution."""
+    found = (adapter.stored_alpha(hit.module, rank, conv=conv) for conv in (False, True))
+    return {stored.over(rank).source for stored in found if stored}
 
 
 def _account_findings(
@@ -167,15 +217,14 @@ def _account_findings(
     fields = Fields(entry.raw, FILE_NAME, entry.name)
     recorded = {item.text("module") for item in fields.items("skipped")}
     skipped = {s.module.name for s in matching.skipped} | {u.module.name for u in matching.unmatched}
-    pairs = {plain_name(hit.module.name) for hit in matching.hits if hit.kind == "pair"}
+    pairs = {plain_name(hit.module.name) for hit in matching.hits if hit.kind.scaled}
     for name in sorted(skipped - recorded):
         yield Finding("lora", entry.name, name, f"it has no place in the base; {FILE_NAME} does not say so")
     for name in sorted(recorded - skipped):
         yield Finding("lora", entry.name, name, f"{FILE_NAME} says it was skipped, but it fits the base")
     for name in sorted(scales.keys() - pairs):
         yield Finding("lora", entry.name, name, f"{FILE_NAME} says it was added, but there is no such pair")
-    counts = Counter(COUNTED[hit.kind] for hit in matching.hits)
-    said = entry.raw.get("applied")
-    if not isinstance(said, dict) or any(said.get(kind, 0) != counts[kind] for kind in COUNTED.values()):
-        held = ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items()))
+    counts, said = applied_counts(matching.hits), entry.raw.get("applied")
+    if said != counts:
+        held = ", ".join(f"{n} {kind}" for kind, n in counts.items() if n)
         yield Finding("count", entry.name, None, f"it has {held} for this base; {FILE_NAME} counts others")

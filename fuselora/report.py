@@ -8,8 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from io import TextIOWrapper
-from typing import TYPE_CHECKING, Literal, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -25,11 +24,12 @@ from rich.text import Text
 
 from fuselora.check.layout import layout_note
 from fuselora.description import SOURCES
-from fuselora.errors import FuseloraError, Notice
+from fuselora.errors import FuseloraError, Notice, OutputError
 from fuselora.escape import one_line, shown
 from fuselora.header import dtype_name
 from fuselora.memory import peak_memory
 from fuselora.serving_notes import sentence, vllm_omni
+from fuselora.streams import Tolerant, tolerant
 from fuselora.summary import (
     base_dtype,
     lora_document,
@@ -67,18 +67,29 @@ class Reporter:
         json: bool = False,
         quiet: bool = False,
         verbose: bool = False,
-        before_phase: Callable[[], None] = lambda: None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._json, self._quiet, self._verbose = json, quiet, verbose
-        self._before_phase = before_phase
-        self._out, self._err = _console(sys.stdout), _console(sys.stderr)
+        self._check = check
+        self._stdout = tolerant(sys.stdout)
+        self._out, self._err = _console(self._stdout), _console(tolerant(sys.stderr))
 
     # progress
 
     @contextmanager
     def phase(self, name: str, n_bytes: int) -> Iterator[Callable[[int], None]]:
-        """Announce a piece of work; yields what to call with the bytes done."""
-        self._before_phase()
+        """Announce a piece of work; yields what to call with the bytes done. ``check`` may end it."""
+        self._check()
+        with self._shown(name, n_bytes) as advance:
+
+            def told(done: int) -> None:
+                self._check()
+                advance(done)
+
+            yield told
+
+    @contextmanager
+    def _shown(self, name: str, n_bytes: int) -> Iterator[Callable[[int], None]]:
         if self._quiet or self._json:
             yield lambda done: None
         elif self._err.is_terminal:
@@ -167,6 +178,13 @@ class Reporter:
         if error.hint:
             self._err.print(Text.assemble(("hint: ", "bold"), shown(error.hint)))
 
+    def finish(self) -> None:
+        """Raises ``OutputError`` when the result could not be told; the work itself is done."""
+        self._stdout.flush()
+        if lost := self._stdout.lost():
+            text = f"stdout: cannot be written: {lost.strerror or lost}"
+            raise OutputError(text, hint="What was asked for is done; only its report is lost.")
+
     def interrupted(self) -> None:
         self._err.print("interrupted", style="bold red")
 
@@ -217,7 +235,7 @@ class Reporter:
         )
         self._rows(
             f"  scale {group['scale']:g} = strength * alpha {group['alpha']:g} / rank {group['rank']} "
-            f"(alpha from {SOURCES[group['source']]}): {group['modules']} modules"
+            f"(alpha from {SOURCES[group['source']]}){_block(group)}: {group['modules']} modules"
             for group in scales
         )
         for group in skipped:
@@ -274,7 +292,7 @@ class Reporter:
                 self._err.print(Text.assemble(("warning: ", "yellow"), one_line(notice.message)))
 
     def _float32_hint(self, plan: FusePlan) -> None:
-        stored = {main_dtype(component) for component in plan.checkpoint.components}
+        stored = {main_dtype(component) for component in plan.checkpoint.transformers}
         if plan.request.dtype == "keep" and "float32" in stored and not self._quiet:
             text = "the base is stored in float32; --dtype bfloat16 halves it and is what engines load"
             self._err.print(Text.assemble(("hint: ", "bold"), text))
@@ -286,7 +304,7 @@ class Reporter:
         self._out.print(Text(one_line(text)))
 
     def _document(self, document: Mapping[str, object]) -> None:
-        sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=True) + "\n")
+        self._stdout.write(json.dumps(document, indent=2, ensure_ascii=True) + "\n")
 
 
 class _PlainProgress:
@@ -321,6 +339,10 @@ def amount(n_bytes: float) -> str:
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
 
 
+def _block(group: Mapping[str, object]) -> str:
+    return f" * {group['block']:g} from --blocks" if "block" in group else ""
+
+
 def _estimated(estimate: Estimate) -> str:
     verb = "are" if estimate.limit == "cores" else "is"
     read, write = amount(estimate.rates.read), amount(estimate.rates.write)
@@ -331,17 +353,14 @@ def _estimated(estimate: Estimate) -> str:
     )
 
 
-def _console(stream: TextIO) -> Console:
-    """Plain text where NO_COLOR is set; characters that the stream cannot spell become escapes.
-
-    What is no terminal, such as a log, has no width unless COLUMNS says so.
-    """
-    if isinstance(stream, TextIOWrapper):
-        stream.reconfigure(errors="backslashreplace")
+def _console(stream: Tolerant) -> Console:
+    """Plain text where NO_COLOR is set. What is no terminal has no width unless COLUMNS says so."""
     colors: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
     is_log = not stream.isatty()
     width = LOG_WIDTH if is_log and "COLUMNS" not in os.environ else None
-    return Console(file=stream, highlight=False, soft_wrap=is_log, color_system=colors, width=width)
+    return Console(
+        file=cast("TextIO", stream), highlight=False, soft_wrap=is_log, color_system=colors, width=width
+    )
 
 
 def _grid(*columns: str) -> Table:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from fuselora.errors import InputError, UsageError
 from fuselora.filenames import is_weight_file
 from fuselora.hub import fetch_base, fetch_lora, fetch_skeleton
-from fuselora.selection import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_weights
+from fuselora.selection import ADAPTER_CONFIG, CONFIGURED, adapter_weights
 from fuselora.specs import (
     COMPONENTS,
     HUB,
@@ -47,9 +47,9 @@ class BaseLocation:
 
 @dataclass(frozen=True, slots=True)
 class LoraLocation:
-    """A LoRA file on this machine; ``name`` is its file name as valid UTF-8, for the marker.
+    """A LoRA file on this machine, or the index of its shards; ``name`` is that one's, for the marker.
 
-    ``config`` is the ``adapter_config.json`` that belongs to it, if there is one.
+    The name is valid UTF-8. ``config`` is the ``adapter_config.json`` that belongs to it, if there is one.
     """
 
     spec: LoraSpec
@@ -104,7 +104,8 @@ def resolve_skeleton(skeleton: str, *, headers_only: bool = False) -> BaseLocati
 
 
 def resolve_lora(spec: LoraSpec) -> LoraLocation:
-    """The safetensors file of ``spec``: a local file or adapter folder, or ``hf://owner/name[/path][@rev]``.
+    """The safetensors file of ``spec``, or its index: a local file or adapter folder, or
+    ``hf://owner/name[/path][@rev]``, with all of its shards.
 
     A local file is only located: one that is not safetensors is refused where its header is read.
     Raises ``InputError`` if it does not exist, ``FormatError`` for an adapter folder with pickled
@@ -135,7 +136,7 @@ def _local_lora(path: Path) -> tuple[Path, Path | None]:
     if is_adapter:
         path /= adapter_weights(_names(path), str(path))
     config = path.with_name(ADAPTER_CONFIG)
-    belongs = is_adapter or path.name == ADAPTER_WEIGHTS[0]
+    belongs = is_adapter or path.name in CONFIGURED
     return path, config if belongs and config.is_file() else None
 
 

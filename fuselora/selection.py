@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from fuselora.errors import FormatError, InputError
+from fuselora.header import CONVERT, PICKLED_SUFFIXES
 from fuselora.specs import PIPELINE_COMPONENTS
 
 if TYPE_CHECKING:
@@ -15,13 +16,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
+ADAPTER_INDEXES = tuple(f"{name}.index.json" for name in ADAPTER_WEIGHTS)
 ADAPTER_CONFIG = "adapter_config.json"
-PICKLES = (".bin", ".pt", ".ckpt")
+# PEFT's own names, which are half of an adapter folder even when given alone
+CONFIGURED = (ADAPTER_WEIGHTS[0], ADAPTER_INDEXES[0])
+PICKLES = (".bin", ".pt", ".ckpt")  # beside safetensors in a base; a native Wan keeps whole models in .pth
 OTHER_RUNTIMES = (".msgpack", ".onnx", ".onnx_data", ".h5", ".gguf", ".tflite")
-CONVERT = (
-    "Convert it to safetensors, for example by loading it with PEFT and save_pretrained(); "
-    "fuselora never unpickles anything."
-)
 # diffusers and transformers put a variant's name into these file names and no others.
 _STEM = r"(?:diffusion_pytorch_model|pytorch_model|model)"
 _SHARD = r"(?:-\d+-of-\d+)?"
@@ -67,14 +67,17 @@ def variants(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def adapter_weights(names: Sequence[str], where: str) -> str:
-    """The weights of the adapter folder ``where`` that holds the files ``names``.
+    """The weights of the adapter folder ``where`` that holds the files ``names``, or their index.
 
     Raises ``InputError`` if there are none, or several with nothing to tell which is meant, and
     ``FormatError`` if they are pickled.
     """
-    for name in ADAPTER_WEIGHTS:
-        if name in names:
-            return name
+    for name, index in zip(ADAPTER_WEIGHTS, ADAPTER_INDEXES, strict=True):
+        if name in names and index in names:
+            message = f"{where}: holds both {name} and {index}"
+            raise InputError(message, hint="Name the one to fuse, or remove the other.", path=where)
+        if name in names or index in names:
+            return name if name in names else index
     found = sorted(name for name in names if name.endswith(".safetensors"))
     if len(found) == 1:
         return found[0]
@@ -82,7 +85,7 @@ def adapter_weights(names: Sequence[str], where: str) -> str:
         listed = ", ".join(found[:8]) + (", ..." if len(found) > 8 else "")
         message = f"{where}: holds {len(found)} safetensors files, {listed}"
         raise InputError(message, hint="Name the file to fuse.", path=where)
-    pickled = sorted(name for name in names if name.endswith(PICKLES))
+    pickled = sorted(name for name in names if name.endswith(PICKLED_SUFFIXES))
     if pickled:
         raise FormatError(f"{where}: holds {pickled[0]} and no safetensors", hint=CONVERT, path=where)
     raise InputError(f"{where}: holds no LoRA, as there is no .safetensors file in it", path=where)

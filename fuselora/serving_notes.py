@@ -25,6 +25,7 @@ from fuselora.lora.sampling import (
     sampling_of,
     steps_in,
 )
+from fuselora.text_encoders import TEXT_ENCODERS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -107,10 +108,10 @@ def serving_notes(
     if not spoken:
         return NOTHING
     base = _of_base(checkpoint, pipeline)
-    agreed, notices = _agreed(said, [component.name for component in checkpoint.components], base)
+    agreed, notices = _agreed(said, [component.name for component in checkpoint.transformers], base)
     unspoken = {name: stated for name, stated in base.items() if name not in {*spoken, "flow_shift"}}
     remarks = dict.fromkeys(one.remark for one in said if one.remark)
-    unknown = _unknown(agreed, n_experts=len(checkpoint.components))
+    unknown = _unknown(agreed, n_experts=len(checkpoint.transformers))
     return ServingNotes(_in_order({**unspoken, **agreed}), tuple(remarks), notices, unknown)
 
 
@@ -189,9 +190,9 @@ class _Said:
 def _of_loras(checkpoint: Checkpoint, matchings: Sequence[Matching]) -> Iterator[_Said]:
     for matching in matchings:
         assignment = matching.assignment
-        if assignment.strength > 0:
+        if assignment.strength > 0 and not assignment.component.is_text_encoder:
             sampling = sampling_of(assignment.adapter, checkpoint.family)
-            is_first = assignment.component.name == checkpoint.components[0].name
+            is_first = assignment.component.name == checkpoint.transformers[0].name
             settings = sampling.settings if is_first else _of_second(sampling.settings)
             yield _Said(assignment.component.name, settings, sampling.remark)
 
@@ -211,7 +212,7 @@ def _of_earlier(checkpoint: Checkpoint) -> Iterator[_Said]:
     yield _Said(None, {n: Stated(v, "base", origin) for n, v in values.items() if v is not None})
     for lora in checkpoint.marker.loras:
         steps = steps_in(lora.name)
-        if steps is not None and lora.strength > 0:
+        if steps is not None and lora.strength > 0 and lora.component not in TEXT_ENCODERS:
             yield _Said(lora.component, {"num_inference_steps": by_name(steps, lora.name)})
 
 
@@ -222,15 +223,15 @@ def _of_base(checkpoint: Checkpoint, pipeline: Path | None) -> dict[Setting, Sta
         pipeline = checkpoint.root
     if pipeline is not None:
         found.update(_of_file(pipeline, "scheduler/scheduler_config.json", "flow_shift"))
-        if len(checkpoint.components) > 1:
+        if len(checkpoint.transformers) > 1:
             found.update(_of_file(pipeline, "model_index.json", "boundary_ratio"))
     return found
 
 
 def _of_model(checkpoint: Checkpoint) -> Iterator[tuple[Setting, Stated]]:
-    family, n_experts = checkpoint.family, len(checkpoint.components)
+    family, n_experts = checkpoint.family, len(checkpoint.transformers)
     if family is not None and n_experts > 1:
-        for model in family.models_of(checkpoint.components[0].model_shapes(), n_experts):
+        for model in family.models_of(checkpoint.transformers[0].model_shapes(), n_experts):
             if model in family.boundary_ratios:
                 ratio = family.boundary_ratios[model]
                 yield "boundary_ratio", Stated(ratio, "family", f"published for {model}")

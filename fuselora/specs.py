@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import unquote
 
 from fuselora.errors import Fault, Refused, UsageError
+from fuselora.text_encoders import TEXT_ENCODERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ HUB = "hf://"
 COMPONENTS: Mapping[str, str] = {
     "transformer": "transformer", "high": "transformer", "high_noise": "transformer",
     "transformer_2": "transformer_2", "low": "transformer_2", "low_noise": "transformer_2",
-    "unet": "unet", ALL: ALL,
+    "unet": "unet", **{name: name for name in TEXT_ENCODERS}, ALL: ALL,
 }  # fmt: skip
 SHORT_NAMES: Mapping[str, str] = {
     "Wan2.2": "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
@@ -68,6 +69,15 @@ class AlphaSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockSpec:
+    """``--blocks [COMPONENT=]GLOB=STRENGTH``: what the strength of modules that ``glob`` means is times."""
+
+    glob: str
+    strength: float
+    component: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """Everything ``merge`` and ``plan`` were told; the meaning of each field is its option's.
 
@@ -81,6 +91,7 @@ class Request:
     uniform: bool = False
     variant: str | None = None
     alphas: tuple[AlphaSpec, ...] = ()
+    blocks: tuple[BlockSpec, ...] = ()
     allow_unmatched: tuple[str, ...] = ()
     strict: bool = False
     stack: bool = False
@@ -179,6 +190,18 @@ def parse_alpha(text: str) -> AlphaSpec:
     if not NUMBER.fullmatch(number) or not math.isfinite(float(number)):
         raise UsageError(f"--alpha {text!r}: {number!r} is not a finite number", hint="Write [FILE=]ALPHA.")
     return AlphaSpec(float(number), source or None)
+
+
+def parse_block(text: str) -> BlockSpec:
+    """The value of ``--blocks [COMPONENT=]GLOB=STRENGTH``; raises ``UsageError`` for anything else."""
+    place, equals, number = text.rpartition("=")
+    component, glob = _component(place)
+    if not equals or not glob or component == ALL:
+        hint = "Write [COMPONENT=]GLOB=STRENGTH, such as blocks.0=0 or low=*.ffn.*=0.5."
+        raise UsageError(f"--blocks {text!r} is no GLOB=STRENGTH", hint=hint)
+    if not NUMBER.fullmatch(number) or not math.isfinite(float(number)):
+        raise UsageError(f"--blocks {text!r}: {number!r} is not a finite number")
+    return BlockSpec(glob, float(number), component)
 
 
 def parse_hub(text: str) -> HubAddress:

@@ -71,8 +71,8 @@ def models_of(plan: FusePlan) -> tuple[str, ...]:
     checkpoint = plan.checkpoint
     if checkpoint.family is None:
         return ()
-    shapes = checkpoint.components[0].model_shapes()
-    return checkpoint.family.models_of(shapes, len(checkpoint.components))
+    models = checkpoint.transformers
+    return checkpoint.family.models_of(models[0].model_shapes(), len(models))
 
 
 def component_document(plan: FusePlan, component: ComponentPlan) -> dict[str, object]:

@@ -22,7 +22,7 @@ from fuselora.jsonfile import read_json
 from fuselora.marker import FILE_NAME, ComponentRecord, LoraRecord, Marker, read_marker
 from fuselora.progress import Progress, Silent
 from fuselora.recorded import Delta, Finding, additions
-from fuselora.resolve import resolve_base, resolve_lora, resolve_skeleton
+from fuselora.resolve import LoraLocation, resolve_base, resolve_lora, resolve_skeleton
 from fuselora.selection import variants
 from fuselora.specs import LoraSpec, plain_loras
 from fuselora.verify_report import VerifyReport
@@ -68,7 +68,13 @@ def verify(
         variant = next(iter(variants(file.path for file in checked.marker.weight_files)), None)
         converted = checked.marker.layout is not None
         at = resolve_base(str(base), revision=revision, variant=variant, model_only=converted)
-        checkpoint = open_checkpoint(at.path, source=at.source, revision=at.revision, variant=variant)
+        checkpoint = open_checkpoint(
+            at.path,
+            source=at.source,
+            revision=at.revision,
+            variant=variant,
+            text_encoders=checked.marker.components.keys(),
+        )
         rest = _rest(checked.marker, checkpoint, skeleton)
         components, found = _recomputed(out, checked.marker, checkpoint, specs, rest, progress)
         findings += found
@@ -115,7 +121,7 @@ def _recomputed(
     if other := [*_stack_findings(marker, base), *_layout_findings(marker, base)]:
         return [], other
     entries = marker.loras[len(base.marker.loras) if base.marker else 0 :]
-    files = {content_sha256(path): path for path in (resolve_lora(spec).path for spec in loras)}
+    files = {content_sha256(given.path): given for given in map(resolve_lora, loras)}
     findings = [*_lora_findings(marker, entries, files), *_component_findings(marker, base)]
     findings += _side_file_findings(out, marker, rest) if rest else ()
     reports = []
@@ -187,12 +193,14 @@ def _not_compared(marker: Marker, rest: Path | None) -> tuple[str, ...]:
 
 
 def _lora_findings(
-    marker: Marker, entries: Sequence[LoraRecord], files: Mapping[str, Path]
+    marker: Marker, entries: Sequence[LoraRecord], files: Mapping[str, LoraLocation]
 ) -> Iterator[Finding]:
     listed = {entry.content_sha256 for entry in marker.loras}
-    for content, path in files.items():
+    for content, given in files.items():
         if content not in listed:
-            yield Finding("lora-unlisted", str(path), None, f"{FILE_NAME} lists no LoRA with this content")
+            yield Finding(
+                "lora-unlisted", str(given.path), None, f"{FILE_NAME} lists no LoRA with this content"
+            )
     for entry in entries:
         if entry.content_sha256 not in files:
             text = f"{FILE_NAME} lists it on {entry.component}, and it was not given"
@@ -210,7 +218,7 @@ def _component_findings(marker: Marker, base: Checkpoint) -> Iterator[Finding]:
 
 
 def _deltas(
-    entries: Sequence[LoraRecord], files: Mapping[str, Path], component: Component, base: Checkpoint
+    entries: Sequence[LoraRecord], files: Mapping[str, LoraLocation], component: Component, base: Checkpoint
 ) -> tuple[dict[str, list[Delta]] | None, list[Finding]]:
     """A component's deltas by base tensor, in the marker's order; None if a LoRA or entry is unusable."""
     deltas: dict[str, list[Delta]] = {}

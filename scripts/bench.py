@@ -31,12 +31,14 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -54,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     options = parser.parse_args(arguments)
     choice = _choice(parser, options)
+    signal.signal(signal.SIGTERM, _stop)
     try:
         with _folder(options.work, keep=options.keep) as work:
             document = Bench(choice, work).document()
@@ -67,10 +70,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Path(options.json).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
+def _stop(number: int, frame: object) -> NoReturn:
+    """SIGTERM ends the run as an error does, its folder removed."""
+    del frame
+    sys.exit(128 + number)
+
+
 def _choice(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Choice:
     if options.cache == "cold" and not can_forget():
         parser.error("files cannot be dropped from the page cache here: use --cache warm")
     cases = all_cases(options.gigabytes, tiny=options.tiny)
+    rounds = options.rounds or (1 if options.tiny else 5)
     return Choice(
         cases=_chosen(parser, cases, options.cases),
         peers=options.peers,
@@ -85,8 +95,8 @@ def _choice(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Cho
         memory_loras=options.memory_loras,
         profile=options.profile,
         reserve_bytes=int(options.reserve * 1e9),
-        turns=_turns(options, options.rounds),
-        float32_turns=_turns(options, options.float32_rounds or options.rounds),
+        turns=_turns(options, rounds),
+        float32_turns=_turns(options, options.float32_rounds or rounds),
         keep=options.keep,
     )
 
@@ -155,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
         help="of the base in bfloat16 [4]; float32 has twice",
     )
     add("--cases", type=_names, default=["*"], metavar="NAME,...", help="names may be patterns [*]")
-    add("--rounds", type=_number, default=5, help="runs of each command [5]")
+    add("--rounds", type=_number, help="runs of each command [5; 1 with --tiny]")
     add(
         "--peers",
         type=_peers,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from fuselora.checkpoint import Checkpoint, Component, open_checkpoint
@@ -10,7 +11,7 @@ from fuselora.match import Matching, match
 from fuselora.resolve import LoraLocation
 from fuselora.specs import LoraSpec
 from fuselora.synth import Spec, write_safetensors
-from fuselora.targets import Assignment
+from fuselora.targets import Assignment, modules_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -58,6 +59,28 @@ def open_lora(
     return open_adapter(LoraLocation(spec or LoraSpec(str(path)), path, path.name, config))
 
 
+def shard_name(number: int, total: int, stem: str = "adapter_model") -> str:
+    return f"{stem}-{number:05}-of-{total:05}.safetensors"
+
+
+def sharded(
+    folder: Path,
+    *shards: Sequence[Spec],
+    metadata: Sequence[Mapping[str, str]] = (),
+    stem: str = "adapter_model",
+) -> Path:
+    """The index of a LoRA whose tensors are spread over several files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weight_map: dict[str, str] = {}
+    for number, specs in enumerate(shards, 1):
+        name = shard_name(number, len(shards), stem)
+        write_safetensors(folder / name, specs, metadata=metadata[number - 1] if metadata else None)
+        weight_map |= {spec.name: name for spec in specs}
+    index = folder / f"{stem}.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8")
+    return index
+
+
 def open_base(root: Path, *, variant: str | None = None) -> Checkpoint:
     return open_checkpoint(root, source=root.name, revision=None, variant=variant)
 
@@ -76,4 +99,6 @@ def two_experts(folder: Path, specs: Sequence[Spec]) -> Checkpoint:
 
 
 def matched(adapter: Adapter, base: Checkpoint, component: Component | None = None) -> Matching:
-    return match(Assignment(0, adapter, component or base.components[0]), base.family, base.layout)
+    component = component or base.components[0]
+    assignment = Assignment(0, adapter, component, modules_for(adapter, component, base))
+    return match(assignment, base.family, base.layout)

@@ -367,7 +367,9 @@ def test_a_case_that_does_not_fit_the_disk_is_left_out(
 
 
 def test_medians_and_ratios_come_from_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, _ = in_process(tmp_path, monkeypatch, "--tiny", "--peers", "none", "--cases", "one-tensor")
+    found, _ = in_process(
+        tmp_path, monkeypatch, "--tiny", "--peers", "none", "--cases", "one-tensor", "--rounds", "5"
+    )
     (case,) = found["cases"]
     rows = {row["command"]: row for row in case["rows"]}
     seconds = {name: [sample["seconds"] for sample in row["samples"]] for name, row in rows.items()}

@@ -20,8 +20,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fuselora import __version__
-from fuselora.cli import Interrupts, app
+from fuselora.cli import app
 from fuselora.demo import BASE, HIGH, LOW, OUT
+from fuselora.interrupts import Interrupts
 from fuselora.report import Reporter
 from fuselora.specs import SHORT_NAMES
 from fuselora.synth import tiny, write_file, write_lora, write_native, write_pipeline, write_safetensors
@@ -82,9 +83,9 @@ def process(*arguments: object, **environment: str) -> subprocess.CompletedProce
 
 OF_MERGE = [
     "--base", "--lora", "--high", "--low", "--out", "--dtype", "--uniform", "--variant", "--layout",
-    "--skeleton", "--alpha", "--allow-unmatched", "--strict", "--stack", "--device", "--kernel", "--jobs",
-    "--assets", "--overwrite", "--restart", "--digest", "--no-digest", "--revision", "--json", "--quiet",
-    "--verbose",
+    "--skeleton", "--alpha", "--blocks", "--allow-unmatched", "--strict", "--stack", "--device", "--kernel",
+    "--jobs", "--assets", "--overwrite", "--restart", "--digest", "--no-digest", "--revision", "--json",
+    "--quiet", "--verbose",
 ]  # fmt: skip
 NOT_OF_PLAN = {"--assets", "--overwrite", "--restart", "--digest", "--no-digest"}
 OPTIONS = {
@@ -569,7 +570,7 @@ def slowly(sink, segment):
     write(sink, segment)
 
 Sink.write = slowly
-from fuselora.cli import main
+from fuselora.__main__ import main
 main()
 """
 
@@ -608,7 +609,7 @@ def test_an_interruption_that_an_import_swallowed_ends_the_next_phase() -> None:
         interrupts.check()
         with suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-        reporter = Reporter(quiet=True, before_phase=interrupts.check)
+        reporter = Reporter(quiet=True, check=interrupts.check)
         with pytest.raises(KeyboardInterrupt), reporter.phase("fuse", 1):
             pass
     assert signal.getsignal(signal.SIGINT) is before

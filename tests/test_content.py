@@ -93,7 +93,8 @@ def test_progress_is_told_every_byte_of_the_data(tmp_path: Path) -> None:
     adapter = opened(tmp_path, tensor("big.diff", READ_BYTES // 4 + 1), *pair(Q))
     seen: list[int] = []
     read_content(adapter, digest=True, advance=seen.append)
-    assert sum(seen) == adapter.header.n_bytes - adapter.header.data_start
+    (header,) = adapter.files
+    assert sum(seen) == header.n_bytes - header.data_start
     assert max(seen) <= READ_BYTES
     assert len(seen) == 2 + 2
 
@@ -121,9 +122,9 @@ def test_one_value_anywhere_is_seen(tmp_path: Path) -> None:
     n = READ_BYTES // 4 + 2
     for at, value in ((0, 1.0), (n - 1, 1.0), (READ_BYTES // 4, math.nan)):
         adapter = opened(tmp_path, tensor("x.diff", n, value=0.0), tensor("y.diff", n, value=0.0))
-        (first, _) = adapter.header.tensors
+        (header,), (first, _) = adapter.files, adapter.tensors
         with adapter.location.path.open("r+b") as stream:
-            stream.seek(adapter.header.data_start + first.start + 4 * at)
+            stream.seek(header.data_start + first.start + 4 * at)
             stream.write(struct.pack("<f", value))
         found = content(adapter)
         assert found.zero == {"y.diff"}
@@ -142,8 +143,8 @@ def test_a_header_that_changed(tmp_path: Path) -> None:
 
 def test_a_file_cut_short(tmp_path: Path) -> None:
     adapter = opened(tmp_path, *pair(Q))
-    os.truncate(adapter.location.path, adapter.header.n_bytes - 1)
-    last = adapter.header.tensors[-1].name
+    os.truncate(adapter.location.path, adapter.n_bytes - 1)
+    last = adapter.tensors[-1].name
     with pytest.raises(ChangedError, match=rf"x\.safetensors: was cut short while {last}") as caught:
         content(adapter)
     assert caught.value.facts == {"path": str(adapter.location.path), "tensor": last}
@@ -262,7 +263,7 @@ def zero_matching(folder: Path) -> tuple[Matching, LoraContent]:
 
 def test_a_delta_is_zero_if_any_of_its_tensors_is(tmp_path: Path) -> None:
     matching, found = zero_matching(tmp_path)
-    assert {(hit.base_key, hit.kind): found.zeroes(hit) for hit in matching.hits} == {
+    assert {(hit.base_key, hit.kind.name): found.zeroes(hit) for hit in matching.hits} == {
         (f"{Q}.weight", "pair"): True,
         (f"{K}.weight", "pair"): False,
         (f"{K}.weight", "diff"): True,

@@ -16,7 +16,6 @@ import pytest
 
 from fuselora import synth
 from fuselora.describe import (
-    FULL_WEIGHT,
     CheckpointDescription,
     FusedDescription,
     LoraDescription,
@@ -27,7 +26,8 @@ from fuselora.description import CUT, cut, ranges
 from fuselora.errors import CheckpointError, FormatError, InputError, MarkerError
 from fuselora.families import Layout
 from fuselora.header import read_header
-from fuselora.lora.grammar import unfused_kind
+from fuselora.kinds import KINDS
+from fuselora.lora.grammar import is_lora_key, parse_key
 from fuselora.marker import FILE_NAME, FINGERPRINT_KEY, JOURNAL_NAME
 from fuselora.pipeline import merge
 from fuselora.synth import Spec, write_safetensors
@@ -233,9 +233,11 @@ def test_the_document_of_a_published_lora(shelf: Shelf) -> None:
     ]
     assert document["dtypes"] == {"float32": 1_226_833_920, "I64": 3200}
     assert document["blocks"] == {"covered": list(range(40)), "of": 40}
+    counted = {kind.counted for kind in KINDS}
     assert document["modules"] == {
-        "pairs": 400, "diff": 0, "diff_b": 0, "diff_m": 0, "alpha": 400, "orphan_alpha": 0, "half_pairs": 0,
+        **dict.fromkeys(counted, 0), "pairs": 400, "alpha": 400, "orphan_alpha": 0, "half_pairs": 0,
     }  # fmt: skip
+    assert {"pairs", "diff", "diff_b", "diff_m", "replace"} <= counted
 
 
 def test_an_adapter_folder(shelf: Shelf) -> None:
@@ -428,27 +430,25 @@ def test_orphan_alphas_and_half_pairs_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "kind"),
     [
-        (("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"), "LoHa"),
-        (("lokr_w1", "lokr_w2"), "LoKr"),
-        (("oft_blocks",), "OFT or BOFT"),
-        (("processor.qkv_lora1.down.weight", "processor.qkv_lora1.up.weight"), "a diffusers processor pair"),
+        (("oft_diag",), "OFT as it was saved before 2024 (oft_diag, oft_r)"),
+        (("scalar",), "a trained scale of its module (use_scalar)"),
     ],
 )
 def test_a_kind_that_cannot_be_fused_is_named(tmp_path: Path, keys: tuple[str, ...], kind: str) -> None:
-    stem = "lora_unet_blocks_7_self_attn_q" if "processor" not in keys[0] else "double_blocks.0"
+    stem = "lora_unet_blocks_7_self_attn_q"
     found = described(tmp_path, *(tensor(f"{stem}.{key}", 2, 2) for key in keys))
     assert dict(found.unfused) == {kind: len(keys)}
     tensors = f"{len(keys)} tensor{'s' if len(keys) > 1 else ''}"
     assert rows(found)["not supported"] == [f"{kind} ({tensors})"]
     assert [fault.kind for fault in found.faults] == ["unsupported"] * len(keys)
-    if "processor" not in keys[0]:
-        assert (found.target.family, found.target.blocks) == ("wan", (7,))
+    assert (found.target.family, found.target.blocks) == ("wan", (7,))
 
 
-def test_dora_is_a_lora_with_a_kind_that_cannot_be_fused(tmp_path: Path) -> None:
+def test_dora_is_a_pair_with_a_magnitude(tmp_path: Path) -> None:
     specs = [*pair(Q, style=PEFT), tensor(f"{Q}.lora_magnitude_vector", 4)]
     found = described(tmp_path, *specs)
-    assert dict(found.unfused) == {"DoRA": 1}
+    assert dict(found.unfused) == {}
+    assert found.faults == ()
     assert found.kinds["pairs"] == 1
 
 
@@ -467,7 +467,7 @@ def test_ambiguous_adapters_and_a_config_that_would_be_ignored(tmp_path: Path) -
     (tmp_path / "adapter_config.json").write_text(json.dumps({"lora_alpha": 4, "use_dora": True}))
     found = lora(tmp_path)
     assert found.adapter_names == ("char", "style")
-    assert {fault.kind for fault in found.faults} == {"ambiguous", "unsupported"}
+    assert {fault.kind for fault in found.faults} == {"ambiguous", "config"}
     assert rows(found)["adapter name"] == ["char, style"]
 
 
@@ -508,8 +508,8 @@ def test_a_lora_is_told_by_most_of_its_keys(tmp_path: Path, names: list[str], sa
 
 @pytest.mark.parametrize("key", ["x.weight", "x.bias", "x.scale"])
 def test_a_plain_weight_is_the_one_kind_that_makes_no_lora(key: str) -> None:
-    assert unfused_kind(key) == FULL_WEIGHT
-    assert unfused_kind("x.lokr_w1") != FULL_WEIGHT
+    assert parse_key(key)
+    assert not is_lora_key(key)
 
 
 @pytest.mark.parametrize("layout", ["native", "diffusers"])

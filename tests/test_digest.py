@@ -93,7 +93,7 @@ def test_content_of_known_bytes(plain: Path) -> None:
     ]
     assert content_sha256(plain) == sha256_json(rows)
     digests = {"a": hashlib.sha256(A).hexdigest(), "b": hashlib.sha256(B).hexdigest()}
-    assert content_digest(read_header(plain), digests) == sha256_json(rows)
+    assert content_digest(read_header(plain).tensors, digests) == sha256_json(rows)
 
 
 def test_content_of_a_broken_file(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,15 @@ import torch
 from safetensors.torch import save_file
 
 from fuselora import exact
+from fuselora.definitions import changed, difference, moves
 from fuselora.errors import InputError
 from fuselora.exact import Distance, compare, measure, opened, round_to, scalar, slabs, ulp
+from fuselora.kinds import Kind
+from fuselora.kinds.difference import DIFF
+from fuselora.kinds.loha import LOHA
+from fuselora.kinds.low_rank import PAIR
+from fuselora.kinds.replacement import REPLACE
+from fuselora.kinds.settings import Settings
 from fuselora.recorded import Delta, Stored
 
 F64 = torch.float64
@@ -29,6 +37,10 @@ def stored(path: Path, **tensors: torch.Tensor) -> dict[str, Stored]:
 
 def quiet(done: int) -> None:
     del done
+
+
+def pair_of(lora: Mapping[str, Stored], scale: float) -> Delta:
+    return Delta(PAIR, {"up": lora["up"], "down": lora["down"]}, abs(scale), math.copysign(1.0, scale))
 
 
 # Units and rounding
@@ -153,7 +165,7 @@ def sums(folder: Path, dtype: torch.dtype) -> tuple[Stored, list[Delta], torch.T
     diff = torch.randn(40, 24, generator=noise)
     base = stored(folder / "base.safetensors", w=weight)["w"]
     lora = stored(folder / "lora.safetensors", up=up, down=down, diff=diff)
-    deltas = [Delta(-0.25, (lora["up"], lora["down"])), Delta(0.5, (lora["diff"],))]
+    deltas = [pair_of(lora, -0.25), Delta(DIFF, {"diff": lora["diff"]}, 1.0, 0.5)]
     return base, deltas, weight.double() - 0.25 * (up.double() @ down.double()) + 0.5 * diff.double()
 
 
@@ -172,11 +184,42 @@ def test_the_sum_of_all_deltas_in_any_slabs(
     assert sum(done) == 960 * dtype.itemsize
 
 
+@pytest.mark.parametrize("slab", [1, 50, 1 << 19])
+@pytest.mark.parametrize("strength", [1.0, -0.75])
+@pytest.mark.parametrize(
+    ("kind", "shapes"),
+    [
+        (LOHA, {"hada_w1_a": (9, 2), "hada_w1_b": (2, 12), "hada_w2_a": (9, 2), "hada_w2_b": (2, 12)}),
+        (PAIR, {"up": (9, 2), "down": (2, 4, 3), "dora_scale": (1, 4, 1)}),
+        (REPLACE, {"weight": (9, 4, 3)}),
+    ],
+)
+def test_kinds_that_are_computed_whole_or_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, shapes: dict[str, tuple[int, ...]],
+    strength: float, slab: int,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(exact, "SLAB_ELEMENTS", slab)
+    noise = torch.Generator().manual_seed(5)
+    weight = torch.randn(9, 4, 3, generator=noise)
+    parts = {part: torch.randn(shape, generator=noise) for part, shape in shapes.items()}
+    wide = {part: tensor.double() for part, tensor in parts.items()}
+    if moves(kind.name, parts):
+        added = changed(kind.name, wide, weight.double(), 0.5, Settings()).value - weight.double()
+    else:
+        added = 0.5 * difference(kind.name, wide, weight.double()).value
+    total = round_to(weight.double() + strength * added, torch.bfloat16).bfloat16()
+    base = stored(tmp_path / "base.safetensors", w=weight)["w"]
+    out = stored(tmp_path / "out.safetensors", w=total)["w"]
+    delta = Delta(kind, stored(tmp_path / "lora.safetensors", **parts), 0.5, strength)
+    result = measure(base, out, [delta], quiet)
+    assert (result.elements, result.equal, result.beyond, result.unexplained) == (108, 108, 0, 0)
+
+
 def test_slack_comes_from_the_magnitude_of_every_product(tmp_path: Path) -> None:
     """up @ down cancels to nothing, but a float32 sum of it need not."""
     base = stored(tmp_path / "base.safetensors", w=torch.zeros(1, 1))["w"]
     lora = stored(tmp_path / "l.safetensors", up=torch.tensor([[1.0, -1.0]]), down=torch.full((2, 1), 1000.0))
-    delta = Delta(1.0, (lora["up"], lora["down"]))
+    delta = pair_of(lora, 1.0)
     for value, beyond in ((2000 * 2.0**-20, 0), (2000 * 2.0**-20 * 1.01, 1)):
         out = stored(tmp_path / "out.safetensors", w=torch.full((1, 1), value))["w"]
         assert measure(base, out, [delta], quiet).beyond == beyond

@@ -80,7 +80,7 @@ def test_each_pair_has_its_alpha_and_no_difference_has_one(tmp_path: Path) -> No
     lora = [*pair(Q, alpha=8), *pair(K), tensor(f"{Q}.diff", 4, 4)]
     found = on(tmp_path, BASE, lora, {"alpha": "16"})
     assert sorted(alphas(found)) == [(8.0, "tensor"), (16.0, "metadata")]
-    assert [hit.alpha for hit in found.matchings[0].hits if hit.kind == "diff"] == [None]
+    assert [hit.alpha for hit in found.matchings[0].hits if hit.kind.name == "diff"] == [None]
 
 
 def test_no_alpha_anywhere_is_the_rank(tmp_path: Path) -> None:

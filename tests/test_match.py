@@ -38,7 +38,7 @@ def hits(matching: Matching) -> dict[str, list[str]]:
     """Base tensor -> kinds of delta."""
     found: dict[str, list[str]] = {}
     for hit in matching.hits:
-        found.setdefault(hit.base_key, []).append(hit.kind)
+        found.setdefault(hit.base_key, []).append(hit.kind.name)
     return found
 
 
@@ -299,14 +299,37 @@ def test_factors_that_disagree_about_the_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("base", "down", "up", "kind"),
+    ("base", "down", "up"),
     [
-        ((4, 4, 1, 1), (2, 4), (4, 2), "shape"),
-        ((4, 4), (2, 4, 1, 1), (4, 2, 1, 1), "unsupported"),
-        ((4, 3, 3, 3), (2, 3, 3, 3), (4, 2, 1, 1), "unsupported"),
+        ((4, 4, 1, 1), (2, 4), (4, 2)),
+        ((4, 4), (2, 4, 1, 1), (4, 2, 1, 1)),
+        ((4, 3, 3, 3), (2, 3, 3, 3), (4, 2, 1, 1)),
+        ((4, 3, 3, 3), (2, 3, 3, 3), (4, 2)),
+        ((4, 3, 1, 2, 2), (2, 3, 1, 2, 2), (4, 2, 1, 1, 1)),
     ],
 )
-def test_convolutions_are_refused_and_never_reshaped(
+def test_pairs_of_convolutions(
+    tmp_path: Path, base: tuple[int, ...], down: tuple[int, ...], up: tuple[int, ...]
+) -> None:
+    lora = [tensor("q.lora_down.weight", *down), tensor("q.lora_up.weight", *up)]
+    matching = on(tmp_path, [tensor("q.weight", *base)], *lora)
+    assert hits(matching) == {"q.weight": ["pair"]}
+    assert matching.hits[0].rank == 2
+    assert nothing_else(matching)
+
+
+@pytest.mark.parametrize(
+    ("base", "down", "up", "kind"),
+    [
+        ((4, 3, 3, 3), (2, 3, 1, 1), (4, 2, 1, 1), "shape"),
+        ((4, 3, 3, 3), (2, 27), (4, 2), "shape"),
+        ((4, 27), (2, 3, 3, 3), (4, 2, 1, 1), "shape"),
+        ((4, 3, 3), (2, 3, 1, 3), (4, 2, 1, 1), "shape"),
+        ((8, 1, 4), (2, 8, 4), (8, 2, 1), "shape"),
+        ((4, 3, 3, 3), (2, 3, 1, 1), (4, 2, 3, 3), "unsupported"),
+    ],
+)
+def test_convolutions_are_never_reshaped(
     tmp_path: Path, base: tuple[int, ...], down: tuple[int, ...], up: tuple[int, ...], kind: str
 ) -> None:
     lora = [tensor("q.lora_down.weight", *down), tensor("q.lora_up.weight", *up)]
@@ -418,7 +441,10 @@ def test_a_module_without_a_home(tmp_path: Path) -> None:
     lora = [*pair(NATIVE_Q), *pair("lora_te1_text_model_encoder_layers_0_mlp_fc1"), tensor("nowhere.diff", 4)]
     matching = on(tmp_path, weights(NATIVE_Q), *lora)
     assert {(miss.module.name, miss.likely) for miss in matching.unmatched} == {
-        ("lora_te1_text_model_encoder_layers_0_mlp_fc1", None),
+        (
+            "lora_te1_text_model_encoder_layers_0_mlp_fc1",
+            "it is for the text encoder lora_te1, which this base does not have",
+        ),
         ("nowhere", None),
     }
     assert matching.faults == ()

@@ -23,7 +23,7 @@ from fuselora.errors import CheckpointError, OutputError, ReadError, Refused, Us
 from fuselora.families.wan import WAN
 from fuselora.marker import read_marker
 from fuselora.pipeline import FuseReport, merge, plan, request
-from fuselora.planning import Fuse, LowRank
+from fuselora.planning import Fuse
 from fuselora.specs import AlphaSpec, LoraSpec, Request
 from fuselora.synth import (
     tiny,
@@ -182,8 +182,8 @@ def test_several_loras_on_one_expert_are_summed_in_order(inputs: Inputs, tmp_pat
         for step in file.steps
         if isinstance(step, Fuse) and step.base_key == Q and step.deltas
     ]
-    added = [d for d in step.deltas if isinstance(d, LowRank)]
-    assert [d.up.path.stem for d in added] == ["c", "a", "b"]
+    added = [d for d in step.deltas if d.kind.name == "pair"]
+    assert [d.factors["up"].path.stem for d in added] == ["c", "a", "b"]
     assert [d.scale for d in added] == [0.5, 0.25, -0.5]
     c, a, b = (delta(inputs.lora(name)) for name in "cab")
     wanted = weights(inputs.base / "transformer")[Q].double() + c + 0.5 * a - b
@@ -529,7 +529,7 @@ def test_a_refusal_leaves_nothing(inputs: Inputs, tmp_path: Path, loras: list[st
 
 def test_faults_of_several_files_come_together(inputs: Inputs, tmp_path: Path) -> None:
     half = write_safetensors(tmp_path / "half.safetensors", pair("x")[:1])
-    other = write_safetensors(tmp_path / "other.safetensors", [tensor("x.hada_w1_a", 2, 2)])
+    other = write_safetensors(tmp_path / "other.safetensors", [tensor("x.scalar", 1)])
     with pytest.raises(Refused) as caught:
         plan(inputs.base, [f"high={half}", other, "unet=" + str(inputs.lora("a"))])
     assert [(f.kind, f.path) for f in caught.value.faults] == [

@@ -26,9 +26,7 @@ from fuselora.planning import (
     PENDING,
     UNIT_ROWS,
     Copy,
-    Full,
     Fuse,
-    LowRank,
     OutputFile,
     Step,
     chunk_grid,
@@ -182,15 +180,16 @@ def test_deltas_stand_in_the_order_of_the_loras(tmp_path: Path) -> None:
     plan = planned(base, [f"{first}:0.5", second, f"{third}:-2"])
     by_key = {step.base_key: step for step in only_file(plan).steps if isinstance(step, Fuse)}
     one, two, three = by_key["a.weight"].deltas
-    assert isinstance(one, LowRank)
-    assert isinstance(two, LowRank)
-    assert isinstance(three, Full)
+    assert [d.kind.name for d in (one, two, three)] == ["pair", "pair", "diff"]
     assert [d.scale for d in (one, two, three)] == [0.5 * 1.0 / 2, 1.0, -2.0]
-    assert [f.path for f in (one.up, two.up, three.diff)] == [first, second, third]
-    assert (one.up.shape, one.down.shape) == ((8, 2), (2, 6))
+    assert [f.path for f in (one.factors["up"], two.factors["up"], three.factors["diff"])] == [
+        first,
+        second,
+        third,
+    ]
+    assert (one.factors["up"].shape, one.factors["down"].shape) == ((8, 2), (2, 6))
     (bias,) = by_key["a.bias"].deltas
-    assert isinstance(bias, Full)
-    assert bias.scale == 0.5
+    assert (bias.kind.name, list(bias.factors), bias.scale) == ("diff_b", ["diff_b"], 0.5)
     assert (by_key["a.bias"].rows, by_key["a.bias"].columns) == (8, 1)
 
 
@@ -204,8 +203,8 @@ def test_factors_are_found_by_their_offsets(tmp_path: Path) -> None:
     for step in only_file(planned(base, [one])).steps:
         assert isinstance(step, Fuse)
         (delta,) = step.deltas
-        assert isinstance(delta, LowRank)
-        for factor in (delta.up, delta.down):
+        assert delta.factors.keys() == {"up", "down"}
+        for factor in delta.factors.values():
             stored = content[factor.offset : factor.offset + factor.n_bytes]
             assert stored == parts[factor.key].numpy().tobytes()
 

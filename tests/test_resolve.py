@@ -22,8 +22,10 @@ from fuselora.errors import FormatError, InputError, UsageError
 from fuselora.header import TensorInfo, encode_header, read_header
 from fuselora.hub import hub_errors
 from fuselora.resolve import LoraLocation, resolve_base, resolve_lora, resolve_skeleton
+from fuselora.shards import open_files
 from fuselora.specs import HubAddress, LoraSpec, parse_lora
 from tests.hub_server import HubServer
+from tests.inputs import shard_name, sharded, tensor
 
 BIG_BYTES = 24 << 20
 REPO = "Wan-AI/tiny"
@@ -178,7 +180,7 @@ def test_an_empty_text_names_nothing(here: Path) -> None:
         resolve_base("")
 
 
-@pytest.mark.parametrize("name", ["x.safetensors", "x.pt", "x.bin"])
+@pytest.mark.parametrize("name", ["x.safetensors", "x.pt", "x.bin", "x.pkl"])
 def test_a_lora_file_is_only_located(name: str, here: Path) -> None:
     (here / name).touch()
     (here / "adapter_config.json").touch()
@@ -190,6 +192,15 @@ def test_a_home_folder_is_expanded(here: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("HOME", str(here))
     (here / "x.safetensors").touch()
     assert resolve_lora(LoraSpec("~/x.safetensors")).path == here / "x.safetensors"
+
+
+@pytest.mark.parametrize("given", ["adapter", "adapter/adapter_model.safetensors.index.json"])
+def test_the_index_of_an_adapter_folder_brings_its_configuration(given: str, here: Path) -> None:
+    name = "adapter_model.safetensors.index.json"
+    write_files(here / "adapter", name, shard_name(1, 2), shard_name(2, 2), "adapter_config.json")
+    found = resolve_lora(LoraSpec(given))
+    assert (found.path, found.name) == (Path("adapter") / name, name)
+    assert found.config == Path("adapter/adapter_config.json")
 
 
 @pytest.mark.parametrize("given", ["adapter", "adapter/", "adapter/adapter_model.safetensors"])
@@ -216,9 +227,10 @@ def test_a_folder_that_cannot_be_read(here: Path, monkeypatch: pytest.MonkeyPatc
         resolve_lora(LoraSpec("adapter"))
 
 
-def test_a_pickled_adapter_folder_is_refused(here: Path) -> None:
-    write_files(here / "adapter", "adapter_model.bin", "adapter_config.json")
-    with pytest.raises(FormatError, match=r"adapter: holds adapter_model\.bin"):
+@pytest.mark.parametrize("suffix", ["bin", "pt", "pth", "ckpt", "pkl"])
+def test_a_pickled_adapter_folder_is_refused(suffix: str, here: Path) -> None:
+    write_files(here / "adapter", f"adapter_model.{suffix}", "adapter_config.json")
+    with pytest.raises(FormatError, match=rf"adapter: holds adapter_model\.{suffix}"):
         resolve_lora(LoraSpec("adapter"))
 
 
@@ -591,6 +603,49 @@ def test_an_adapter_folder(place: str, client: Client, hub: HubServer, tmp_path:
     prefix = "sub/" if place else ""
     assert answer["config"] == str(Path(answer["path"]).with_name("adapter_config.json"))
     assert set(hub.fetched(REPO)) == {f"{prefix}adapter_config.json", f"{prefix}adapter_model.safetensors"}
+
+
+@pytest.mark.parametrize("place", ["", "/sub", "/sub/adapter_model.safetensors.index.json"])
+def test_a_lora_in_several_files(place: str, client: Client, hub: HubServer, tmp_path: Path) -> None:
+    for folder in (tmp_path / "served", tmp_path / "served" / "sub"):
+        write_files(folder, "adapter_config.json", "other.safetensors")
+        sharded(folder, [tensor("x", 2)], [tensor("y", 3)])
+    hub.add(REPO, tmp_path / "served")
+    answer = client(f"hf://{REPO}{place}", lora=True)
+    prefix = "sub/" if place else ""
+    assert answer["name"] == "adapter_model.safetensors.index.json"
+    assert answer["config"] == str(Path(answer["path"]).with_name("adapter_config.json"))
+    wanted = ["adapter_config.json", answer["name"], shard_name(1, 2), shard_name(2, 2)]
+    assert set(hub.fetched(REPO)) == {prefix + name for name in wanted}
+    assert [header.path.parent for header in open_files(Path(answer["path"]))] == [
+        Path(answer["path"]).parent
+    ] * 2
+    assert client(f"hf://{REPO}{place}", {"HF_HUB_OFFLINE": "1"}, lora=True) == answer
+
+
+def test_an_index_that_names_a_file_the_repository_lacks(
+    client: Client, hub: HubServer, tmp_path: Path
+) -> None:
+    index = sharded(tmp_path / "served", [tensor("x", 2)], [tensor("y", 3)])
+    (index.parent / shard_name(2, 2)).unlink()
+    hub.add(REPO, index.parent)
+    message, _ = client.refused(f"hf://{REPO}", lora=True)
+    assert f"names {shard_name(2, 2)}, which {REPO} does not have" in message
+    assert shard_name(1, 2) not in hub.fetched(REPO)
+
+
+@pytest.mark.parametrize("outside", ["../../../secret", "/etc/passwd", "sub/x.safetensors"])
+def test_an_index_that_names_a_file_outside(
+    outside: str, client: Client, hub: HubServer, tmp_path: Path
+) -> None:
+    served = tmp_path / "served"
+    index = sharded(served, [tensor("x", 2)])
+    index.write_text(json.dumps({"weight_map": {"x": outside}}))
+    hub.add(REPO, served)
+    answer = client(f"hf://{REPO}", lora=True)
+    assert answer["error"] == "CheckpointError"
+    assert "no file name in this folder" in answer["message"]
+    assert set(hub.fetched(REPO)) == {index.name}
 
 
 def test_a_repository_of_many_loras_is_not_chosen_from(client: Client, pipeline: Path) -> None:

@@ -138,6 +138,16 @@ def test_an_adapter_folder_has_its_own_names() -> None:
     assert adapter_weights(["README.md", "lora.safetensors", "adapter_model.bin"], "x") == "lora.safetensors"
 
 
+@pytest.mark.parametrize("stem", ["adapter_model", "pytorch_lora_weights"])
+def test_an_index_stands_for_its_files(stem: str) -> None:
+    index, shards = f"{stem}.safetensors.index.json", [f"{stem}-0000{n}-of-00002.safetensors" for n in "12"]
+    assert adapter_weights([*shards, index, "adapter_config.json"], "x") == index
+    with pytest.raises(
+        InputError, match=rf"x: holds both {stem}\.safetensors and {stem}\.safetensors\.index"
+    ):
+        adapter_weights([index, f"{stem}.safetensors"], "x")
+
+
 def test_several_files_are_not_chosen_from() -> None:
     with pytest.raises(InputError, match=r"x: holds 2 safetensors files, a.safetensors, b.safetensors"):
         adapter_weights(["b.safetensors", "a.safetensors"], "x")

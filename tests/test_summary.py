@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from fuselora.errors import CheckpointError, Fault, Notice, Refused
+from fuselora.kinds.difference import DIFF
 from fuselora.match import Hit
 from fuselora.pipeline import merge, plan
 from fuselora.summary import (
@@ -114,7 +115,7 @@ def test_where_stars_the_number_of_the_block_and_no_other(tmp_path: Path) -> Non
         "x.bias",
     ]
     lora = open_lora(tmp_path / "x.safetensors", pair("q"))
-    assert where(tuple(Hit(key, lora.modules[0], "diff") for key in keys)) == {
+    assert where(tuple(Hit(key, lora.modules[0], DIFF) for key in keys)) == {
         "blocks.*.ffn.net.0.proj.weight": 2,
         "blocks.*.ffn.net.2.weight": 1,
         "x.bias": 1,

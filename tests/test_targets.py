@@ -261,6 +261,11 @@ def test_keys_for_the_second_expert_may_go_onto_a_base_of_one(tmp_path: Path) ->
         ("q", None),
         ("transformer_20.q", None),
         ("blocks.transformer_2.q", None),
+        ("lora_te1_text_model_q", "lora_te1"),
+        ("text_encoder_2.q", "text_encoder_2"),
+        ("text_encoders.clip_l.transformer.q", "clip_l"),
+        ("text_encoders.other.q", None),
+        ("lora_unet_q", None),
     ],
 )
 def test_named_component(module: str, component: str | None) -> None:

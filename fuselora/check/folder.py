@@ -34,6 +34,7 @@ from fuselora.marker import (
 )
 from fuselora.reading import reading
 from fuselora.selection import adapter_weights
+from fuselora.shards import open_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -102,7 +103,7 @@ def _weights_of(lora: Path) -> Path:
 def _require_lora(lora: Path) -> None:
     """Raises ``FormatError`` for a file without a tensor that has a LoRA's name."""
     with reading(lora):
-        names = [tensor.name for tensor in read_header(_weights_of(lora)).tensors]
+        names = [tensor.name for header in open_files(_weights_of(lora)) for tensor in header.tensors]
     if not any(map(is_lora_key, names)):
         found = (
             f"none of its {len(names)} tensors has a LoRA's name; one is {short(names[0])}"

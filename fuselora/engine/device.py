@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fuselora.delta.sums import add_full, add_low_rank
-from fuselora.engine.factors import read_factor, read_rows
-from fuselora.engine.kernel import Lost, Sum, count_lost
+from fuselora.delta.adders import Adder
+from fuselora.delta.sums import FLOAT32
+from fuselora.engine.kernel import Lost, Sum, adders, count_lost
 from fuselora.engine.settings import exact_settings
 from fuselora.engine.threads import FACTOR_ELEMENTS
 from fuselora.errors import InputError, NumericError
-from fuselora.planning import UNIT_ROWS, Full, Fuse, LowRank
+from fuselora.planning import UNIT_ROWS, Fuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -84,8 +84,8 @@ def sums_agree(device: torch.device) -> bool:
         size = torch.addmm(base.abs(), up.abs(), down.abs(), alpha=scale).add(diff.abs(), alpha=scale)
         try:
             total = base.to(device, copy=True)
-            add_low_rank(total, up.to(device), down.to(device), scale)
-            add_full(total, diff.to(device), scale)
+            FLOAT32.add_product(total, up.to(device), down.to(device), scale)
+            FLOAT32.add(total, diff.to(device), scale)
             found, narrow = total.cpu(), total.bfloat16().cpu()
         except RuntimeError:  # a build of torch without kernels for this device
             return False
@@ -130,33 +130,21 @@ class OnDevice:
 
     def load(self, step: Fuse) -> Sum:
         with _out_of_memory(self.device):
-            return _DeviceSum(self.device, tuple(self._adder(delta, step.columns) for delta in step.deltas))
-
-    def _adder(self, delta: LowRank | Full, columns: int) -> Callable[[torch.Tensor, int, int], None]:
-        scale = delta.scale
-        if isinstance(delta, LowRank):
-            up, down = (read_factor(f, torch.float32).to(self.device) for f in (delta.up, delta.down))
-            return lambda total, first, last: add_low_rank(total, up[first:last], down, scale)
-        diff = delta.diff
-
-        def add(total: torch.Tensor, first: int, last: int) -> None:
-            rows = read_rows(diff, columns, first, last, torch.float32)
-            add_full(total, rows.to(self.device), scale)
-
-        return add
+            return _DeviceSum(self.device, adders(step, FLOAT32, self.device))
 
 
 @dataclass(frozen=True, slots=True)
 class _DeviceSum:
     device: torch.device
-    adders: tuple[Callable[[torch.Tensor, int, int], None], ...]
+    adders: tuple[Adder, ...]
 
     def rows(self, base: torch.Tensor, out: torch.Tensor, first: int, last: int) -> Lost:
         with _out_of_memory(self.device), _stream(self.device) as settle:
-            total = base.to(self.device, non_blocking=True).float()
+            there = base.to(self.device, non_blocking=True)
+            total = there.to(torch.float32, copy=True)
             before = total[:UNIT_ROWS].clone() if first == 0 and self.adders else None
             for add in self.adders:
-                add(total, first, last)
+                add(total, there, first, last)
             narrow = total.to(out.dtype)
             out.copy_(narrow, non_blocking=True)
             lost = count_lost(before, total[:UNIT_ROWS], narrow[:UNIT_ROWS]) if before is not None else Lost()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,36 @@ if TYPE_CHECKING:
     from fuselora.planning import Factor
 
 READ_ELEMENTS = 1 << 20
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A delta's factors on the device that sums them; ``base`` is the tensor that they are for."""
+
+    factors: Mapping[str, Factor]
+    base_tensor: Factor
+    dtype: torch.dtype
+    device: torch.device = CPU
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.base_tensor.matrix
+
+    def whole(self, part: str) -> torch.Tensor:
+        return read_factor(self.factors[part], self.dtype).to(self.device)
+
+    def matrix(self, part: str) -> torch.Tensor:
+        found = self.whole(part)
+        return found.view(found.shape[0], -1)
+
+    def rows(self, part: str, first: int, last: int) -> torch.Tensor:
+        columns = self.base_tensor.shape[1]
+        return read_rows(self.factors[part], columns, first, last, self.dtype).to(self.device)
+
+    def base(self, first: int, last: int) -> torch.Tensor:
+        columns = self.base_tensor.shape[1]
+        return read_rows(self.base_tensor, columns, first, last, self.dtype).to(self.device)
 
 
 def read_factor(factor: Factor, dtype: torch.dtype) -> torch.Tensor:
@@ -27,14 +58,19 @@ def read_factor(factor: Factor, dtype: torch.dtype) -> torch.Tensor:
 def read_joined(factors: Sequence[Factor], dtype: torch.dtype, dim: int) -> torch.Tensor:
     """Matrices side by side (``dim`` 1) or one below the other (0). Raises ``ChangedError`` as above."""
     if len(factors) == 1:
-        return read_factor(factors[0], dtype)
-    shape = list(factors[0].shape)
-    shape[dim] = sum(factor.shape[dim] for factor in factors)
+        return read_matrix(factors[0], dtype)
+    shape = list(factors[0].matrix)
+    shape[dim] = sum(factor.matrix[dim] for factor in factors)
     joined, at = _empty(math.prod(shape), dtype).view(shape), 0
     for factor in factors:
-        joined.narrow(dim, at, factor.shape[dim]).copy_(read_factor(factor, dtype))
-        at += factor.shape[dim]
+        joined.narrow(dim, at, factor.matrix[dim]).copy_(read_matrix(factor, dtype))
+        at += factor.matrix[dim]
     return joined
+
+
+def read_matrix(factor: Factor, dtype: torch.dtype) -> torch.Tensor:
+    """A LoRA tensor as (its first dimension, all others flattened)."""
+    return read_factor(factor, dtype).view(factor.matrix)
 
 
 def read_rows(factor: Factor, columns: int, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from fuselora.delta.adders import Adder, adder
 from fuselora.delta.rounding import round_once
-from fuselora.delta.sums import add_full, add_full_exactly, add_low_rank, add_low_rank_exactly
-from fuselora.engine.factors import read_factor, read_joined, read_rows
+from fuselora.delta.sums import FLOAT32 as FLOAT32_SUMS
+from fuselora.delta.sums import FLOAT64 as FLOAT64_SUMS
+from fuselora.delta.sums import Sums
+from fuselora.engine.factors import CPU, Read, read_joined
 from fuselora.engine.settings import exact_settings
 from fuselora.errors import NumericError
-from fuselora.planning import UNIT_ROWS, Full, Fuse, LowRank
+from fuselora.planning import UNIT_ROWS, Fuse
 from fuselora.tensors import all_finite, view
 
 if TYPE_CHECKING:
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 
 SAMPLE_COLUMNS = 1024
+MORE_RANGE = "; --dtype bfloat16 or float32 has more range than float16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +70,16 @@ class Loaded:
     step: Fuse
     sum: Sum
 
-    def fuse(self, source: memoryview, target: memoryview, chunks: Sequence[tuple[int, int]]) -> Lost:
+    def fuse(
+        self,
+        source: memoryview,
+        target: memoryview,
+        chunks: Sequence[tuple[int, int]],
+        check: Callable[[], None] = lambda: None,
+    ) -> Lost:
         """Compute neighbouring chunks from base bytes into output bytes, which may be the same.
 
-        Raises ``NumericError`` if any element is not finite.
+        Raises ``NumericError`` if any element is not finite, and what ``check`` raises before each chunk.
         """
         start, end = chunks[0][0], chunks[-1][1]
         shape = (end - start, self.step.columns)
@@ -78,6 +88,7 @@ class Loaded:
         out = view(target, self.step.dtype, n_elements).view(shape)
         lost = Lost()
         for first, last in chunks:
+            check()
             rows = slice(first - start, last - start)
             lost += self.sum.rows(base[rows], out[rows], first, last)
             if not all_finite(out[rows]):
@@ -90,44 +101,39 @@ class Wide:
     """Sums in a wide dtype, rounded once; fits every step."""
 
     name: str
-    dtype: torch.dtype
-    low_rank: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]
-    full: Callable[[torch.Tensor, torch.Tensor, float], None]
+    sums: Sums
     rounded: Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 
     @property
     def accumulate(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+        return str(self.sums.dtype).removeprefix("torch.")
 
     def fits(self, step: Fuse) -> bool:
         del step
         return True
 
     def load(self, step: Fuse) -> Sum:
-        return _WideSum(self, tuple(self._adder(delta, step.columns) for delta in step.deltas))
+        return _WideSum(self, adders(step, self.sums))
 
-    def _adder(self, delta: LowRank | Full, columns: int) -> Callable[[torch.Tensor, int, int], None]:
-        scale = delta.scale
-        if isinstance(delta, LowRank):
-            up, down = read_factor(delta.up, self.dtype), read_factor(delta.down, self.dtype)
-            return lambda total, first, last: self.low_rank(total, up[first:last], down, scale)
-        diff = delta.diff
-        return lambda total, first, last: self.full(
-            total, read_rows(diff, columns, first, last, self.dtype), scale
-        )
+
+def adders(step: Fuse, sums: Sums, device: torch.device = CPU) -> tuple[Adder, ...]:
+    """What adds each delta of a step, in order."""
+    return tuple(
+        adder(delta, Read(delta.factors, step.base, sums.dtype, device), sums) for delta in step.deltas
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _WideSum:
     kernel: Wide
-    adders: tuple[Callable[[torch.Tensor, int, int], None], ...]
+    adders: tuple[Adder, ...]
 
     def rows(self, base: torch.Tensor, out: torch.Tensor, first: int, last: int) -> Lost:
-        total = _scratch(base.shape, self.kernel.dtype)
+        total = _scratch(base.shape, self.kernel.sums.dtype)
         total.copy_(base)
         before = total[:UNIT_ROWS].clone() if first == 0 and self.adders else None
         for add in self.adders:
-            add(total, first, last)
+            add(total, base, first, last)
         out.copy_(self.kernel.rounded(total, out.dtype))
         return count_lost(before, total[:UNIT_ROWS], out[:UNIT_ROWS]) if before is not None else Lost()
 
@@ -146,15 +152,14 @@ class NarrowBf16:
     def fits(self, step: Fuse) -> bool:
         if not step.base_dtype == step.dtype == "BF16" or not step.deltas:
             return False
-        pairs = [delta for delta in step.deltas if isinstance(delta, LowRank)]
-        dtypes = {factor.dtype for pair in pairs for factor in (pair.up, pair.down)}
-        return len(pairs) == len(step.deltas) and dtypes == {"BF16"} and len({p.scale for p in pairs}) == 1
+        pairs = all(d.kind.name == "pair" and d.factors.keys() == {"up", "down"} for d in step.deltas)
+        dtypes = {factor.dtype for delta in step.deltas for factor in delta.factors.values()}
+        return pairs and dtypes == {"BF16"} and len({delta.scale for delta in step.deltas}) == 1
 
     def load(self, step: Fuse) -> Sum:
-        pairs = [delta for delta in step.deltas if isinstance(delta, LowRank)]
-        up = read_joined([pair.up for pair in pairs], torch.bfloat16, dim=1)
-        down = read_joined([pair.down for pair in pairs], torch.bfloat16, dim=0)
-        return _Bf16Sum(up, down, pairs[0].scale)
+        up = read_joined([delta.factors["up"] for delta in step.deltas], torch.bfloat16, dim=1)
+        down = read_joined([delta.factors["down"] for delta in step.deltas], torch.bfloat16, dim=0)
+        return _Bf16Sum(up, down, step.deltas[0].scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +182,12 @@ class _Bf16Sum:
         total, up = before.clone(), self.up[: len(before)].float()
         for first in range(0, total.shape[1], SAMPLE_COLUMNS):
             columns = slice(first, first + SAMPLE_COLUMNS)
-            add_low_rank(total[:, columns], up, self.down[:, columns].float(), self.scale)
+            FLOAT32_SUMS.add_product(total[:, columns], up, self.down[:, columns].float(), self.scale)
         return total
 
 
-FLOAT32 = Wide("float32", torch.float32, add_low_rank, add_full, lambda total, dtype: total.to(dtype))
-REFERENCE = Wide("reference", torch.float64, add_low_rank_exactly, add_full_exactly, round_once)
+FLOAT32 = Wide("float32", FLOAT32_SUMS, lambda total, dtype: total.to(dtype))
+REFERENCE = Wide("reference", FLOAT64_SUMS, round_once)
 BF16 = NarrowBf16()
 
 
@@ -252,6 +257,6 @@ def count_lost(before: torch.Tensor, total: torch.Tensor, out: torch.Tensor) -> 
 def _non_finite(step: Fuse) -> NumericError:
     return NumericError(
         f"{step.base_key}: the fused tensor is not finite",
-        hint="Check the strength and alpha; --dtype bfloat16 or float32 has more range than float16.",
+        hint=f"Check the strength and alpha{MORE_RANGE if step.dtype == 'F16' else ''}.",
         tensor=step.base_key,
     )

@@ -204,7 +204,7 @@ class _Run:
         target = slot.out_bytes[part.target - slot.block.target :][: part.out_bytes]
         if part.step is not None:
             with _told(self._file, part.step):
-                lost = slot.loaded[part.step.base_key].fuse(source, target, part.chunks)
+                lost = slot.loaded[part.step.base_key].fuse(source, target, part.chunks, self._flow.check)
             with self._tally:
                 self.lost += lost
         elif slot.writes:

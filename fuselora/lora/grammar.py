@@ -1,53 +1,35 @@
 """Key grammar as data: which suffix means which part, and which prefixes carry no meaning.
 
-A new dialect is a row of ``SUFFIXES``; a kind that is known but not yet fused is a row of ``UNFUSED``.
+A new spelling is a row in its kind's ``suffixes``; a kind that is not fused is a row of ``UNFUSED``.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
 
-Part = Literal["down", "up", "alpha", "diff", "diff_b", "diff_m"]
+from fuselora.kinds import KINDS, Part, Suffix
+from fuselora.kinds.kind import ALPHAS
+from fuselora.kinds.replacement import FULL_PARTS
+from fuselora.text_encoders import COMFY_ENCODERS, KOHYA_ENCODERS, TEXT_ENCODERS
 
-# (dialect, part, suffix); <name> catches the adapter name that PEFT puts into keys
-SUFFIXES: tuple[tuple[str, Part, str], ...] = (
-    ("lora_down/up", "down", r"\.lora_down\.weight"),
-    ("lora_down/up", "up", r"\.lora_up\.weight"),
-    ("lora_A/B", "down", r"\.lora_A(?:\.(?P<name>.+))?\.weight"),
-    ("lora_A/B", "up", r"\.lora_B(?:\.(?P<name>.+))?\.weight"),
-    ("alpha", "alpha", r"\.alpha"),
-    ("diff", "diff", r"\.diff"),
-    ("diff", "diff_b", r"\.diff_b"),
-    ("diff", "diff_m", r"\.diff_m"),
+# what changes whatever else its module holds
+MODIFIERS = (
+    Suffix("alpha", "alpha", r"\.alpha"),
+    Suffix("alpha", "alpha_scale", r"\.alpha_scale"),
+    Suffix("DoRA", "magnitude", r"\.lora_magnitude_vector(?:\.(?P<name>.+?))??(?:\.weight)?"),
+    Suffix("DoRA", "dora_scale", r"\.dora_scale"),
+    Suffix("reshape_weight", "reshape_weight", r"\.reshape_weight"),
 )
-# what the module of a part means in the base: the tensor's name is the module's plus one of these
-LEAVES: dict[Part, tuple[str, ...]] = {
-    "down": (".weight",),
-    "up": (".weight",),
-    "alpha": (".weight",),
-    "diff": (".weight", ""),
-    "diff_b": (".bias",),
-    "diff_m": (".modulation",),
-}
-FULL_WEIGHT = "a full weight (modules_to_save)"
+SUFFIXES: tuple[Suffix, ...] = (*MODIFIERS, *(suffix for kind in KINDS for suffix in kind.suffixes))
 UNFUSED: tuple[tuple[str, str], ...] = (
-    ("DoRA", r"\.(dora_scale|lora_magnitude_vector(\..+)?)"),
-    ("a bias of the pair (lora_bias)", r"\.lora_B(\..+)?\.bias"),
-    ("a Tucker core (lora_mid)", r"\.lora_mid(\.weight)?"),
-    ("LoHa", r"\.hada_[wt][12](_[ab])?"),
-    ("LoKr", r"\.lokr_(w[12](_[ab])?|t2)"),
-    ("GLoRA", r"\.(a1|a2|b1|b2)\.weight"),
-    ("OFT or BOFT", r"\.(oft_blocks|oft_diag|oft_r(\..+)?)"),
-    ("IA3", r"\.ia3_l(\..+)?"),
-    ("an embedding pair", r"\.lora_embedding_[AB](\..+)?"),
-    ("a full replacement (set_weight)", r"\.(set_weight|reshape_weight)"),
-    ("a norm delta (w_norm, b_norm)", r"\.[wb]_norm"),
-    ("a finished factor (alpha_scale)", r"\.alpha_scale"),
-    ("a split pair (lora_up.blocks)", r"\.lora_up\.blocks\.\d+\.weight"),
-    ("a diffusers processor pair", r"[._]lora\d?\.(down|up)\.weight"),
-    (FULL_WEIGHT, r"\.(weight|bias|scale)"),
+    ("LoKr with a core of its first factor (lokr_t1)", r"\.lokr_t1(\..+)?"),
+    ("GLoRA with a Tucker core (bm)", r"\.bm\.weight"),
+    ("a trained scale of its module (use_scalar)", r"\.scalar"),
+    ("OFT as it was saved before 2024 (oft_diag, oft_r)", r"\.(oft_diag|oft_r(\..+)?)"),
+    ("a pair with more than 8 blocks of outputs (lora_up.blocks)", r"\.lora_up\.blocks\.\d+\.weight"),
 )
 # Prefixes that say nothing about the module, tried longest first, repeatedly.
 PREFIXES: tuple[str, ...] = (
@@ -56,10 +38,30 @@ PREFIXES: tuple[str, ...] = (
     "diffusion_model.",
     "transformer.",
     "unet.",
+    "model.",
+    "net.",
 )
-FLAT_PREFIXES: tuple[str, ...] = ("lora_unet_", "lora_transformer_")
-# A prefix that names the component its keys are for.
-COMPONENT_PREFIXES: dict[str, str] = {"transformer_2.": "transformer_2"}
+# Prefixes before a name in which every dot became an underscore, with the component that they name.
+FLAT_PREFIXES: dict[str, str | None] = {
+    "lora_unet_": None,
+    "lora_transformer_": None,
+    "lycoris_": None,
+    **{f"{encoder}_": encoder for encoder in KOHYA_ENCODERS},
+}
+# Prefixes before a name with dots that name the component; ComfyUI's say which encoder it is.
+COMPONENT_PREFIXES: dict[str, str] = {
+    "transformer_2.": "transformer_2",
+    **{f"{encoder}.": encoder for encoder in TEXT_ENCODERS},
+    **{f"text_encoders.{encoder}.": encoder for encoder in COMFY_ENCODERS},
+}
+# A prefix and what stands for a dot after it.
+DOT_PREFIXES: dict[str, str] = {"lora___lorahyphen___": "___lorahyphen___"}
+# diffusers' attention processors: what the ends of their layers' names are called in the model.
+PROCESSOR_NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (r"to_(?P<which>[qkv])_lora", (r"to_\g<which>", r"\g<which>_proj")),
+    (r"to_out_lora", ("to_out.0", "out_proj")),
+    (r"(?P<which>add_[kv]_proj)_lora", (r"\g<which>",)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +83,21 @@ class Spelling:
     component: str | None
 
 
-_SUFFIXES = tuple(
-    (dialect, part, re.compile(rf"(?P<module>.+?){suffix}")) for dialect, part, suffix in SUFFIXES
+_PROCESSOR_NAMES = tuple(
+    (re.compile(rf"(?P<stem>.+?\.)(?:processor\.)?{end}"), layers) for end, layers in PROCESSOR_NAMES
 )
+_SUFFIXES = tuple((suffix, re.compile(rf"(?P<module>.+?){suffix.pattern}")) for suffix in SUFFIXES)
 _UNFUSED = tuple((kind, re.compile(rf".+?{suffix}")) for kind, suffix in UNFUSED)
 
 
 def parse_key(key: str) -> ParsedKey | None:
     """The first row that fits the whole key, or None."""
-    for dialect, part, pattern in _SUFFIXES:
+    for suffix, pattern in _SUFFIXES:
         if found := pattern.fullmatch(key):
-            return ParsedKey(found["module"], part, dialect, found.groupdict().get("name") or "")
+            if suffix.part in FULL_PARTS and unfused_kind(key):
+                return None  # it only ends like any tensor
+            name = found.groupdict().get("name") or ""
+            return ParsedKey(found["module"], suffix.part, suffix.dialect, name)
     return None
 
 
@@ -103,19 +109,36 @@ def unfused_kind(key: str) -> str | None:
 def is_lora_key(key: str) -> bool:
     """Whether a tensor of this name shows its file to be a LoRA; other models have alphas and weights too."""
     parsed = parse_key(key)
-    return parsed.part != "alpha" if parsed else unfused_kind(key) not in (None, FULL_WEIGHT)
+    return parsed.part not in ALPHAS | FULL_PARTS if parsed else unfused_kind(key) is not None
 
 
+@lru_cache(1 << 15)  # a large file's modules, each of which is looked up many times
 def spellings(module: str) -> tuple[Spelling, ...]:
     """Every reading of a module's name, from all prefixes kept to all off."""
     readings = [Spelling(module, False, None)]
-    readings += [Spelling(module[len(p) :], True, None) for p in FLAT_PREFIXES if module.startswith(p)]
+    readings += [
+        Spelling(module[len(p) :], True, c) for p, c in FLAT_PREFIXES.items() if module.startswith(p)
+    ]
     rest, component = module, None
+    for prefix, dot in DOT_PREFIXES.items():
+        if module.startswith(prefix):
+            rest = module[len(prefix) :].replace(dot, ".")
+            readings.append(Spelling(rest, False, None))
     while step := _strip(rest):
         rest, named = step
         component = named or component
         readings.append(Spelling(rest, False, component))
-    return tuple(readings)
+    layers = (Spelling(name, False, r.component) for r in readings for name in _of_processor(r.name))
+    return (*layers, *readings)
+
+
+def _of_processor(name: str) -> Iterator[str]:
+    """What the layer behind an attention processor's can be called."""
+    if not name.endswith("_lora"):
+        return
+    for pattern, ends in _PROCESSOR_NAMES:
+        if found := pattern.fullmatch(name):
+            yield from (found["stem"] + found.expand(end) for end in ends)
 
 
 def _strip(module: str) -> tuple[str, str | None] | None:

@@ -63,7 +63,7 @@ class Sampling:
 
 def sampling_of(adapter: Adapter, family: Family | None) -> Sampling:
     """How a LoRA wants to be sampled. Its metadata beats its name, and that what is published for it."""
-    metadata = adapter.header.metadata
+    metadata = adapter.metadata
     names = _names(adapter.location, metadata)
     row = _published(names, family)
     settings: dict[Setting, Stated] = dict(_of_row(row)) if row else {}

@@ -1,28 +1,30 @@
 """The scale of a pair: strength * alpha / rank, and where its alpha came from. Standard library only.
 
-Order of sources: the file's own alpha tensor, ``--alpha``, adapter_config.json, the file's metadata,
-and else the rank itself. PEFT's patterns and rsLoRA (alpha / sqrt(rank)) follow PEFT's ``LoraConfig``.
+Order of sources: the file's own alpha tensor, or its finished factor (LongCat-Video's ``alpha_scale``),
+``--alpha``, adapter_config.json, the file's metadata, and else the rank itself.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import re
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import BinaryIO, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from fuselora.header import Header, TensorInfo
 
-AlphaSource = Literal["tensor", "option", "adapter_config", "metadata", "rank"]
+if TYPE_CHECKING:
+    from fuselora.lora.config import AdapterConfig
+
+AlphaSource = Literal["tensor", "rs_lora", "alpha_scale", "option", "adapter_config", "metadata", "rank"]
 SCALAR_FORMATS: Mapping[str, str] = {
     "F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "U64": "<Q", "I32": "<i", "U32": "<I",
     "I16": "<h", "U16": "<H", "I8": "<b", "U8": "<B",
 }  # fmt: skip
-METADATA_KEYS = ("transformer.lora_alpha", "lora_alpha", "alpha", "ss_network_alpha")
-CONFIG_PREFIXES = ("transformer.", "transformer_2.", "unet.", "")
+# The formats whose upper half a shorter one is.
+TRUNCATED: Mapping[str, str] = {"BF16": "<f", "F8_E5M2": "<e"}
+MAX_DIMENSIONS = 8
 
 
 class BadAlpha(ValueError):
@@ -31,7 +33,7 @@ class BadAlpha(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Alpha:
-    """``value`` as stored; ``source`` says where it stood; ``divisor`` is rank or sqrt(rank)."""
+    """``value`` as stored; ``source`` says where it stood; ``divisor`` is rank, sqrt(rank) or 1."""
 
     value: float
     source: AlphaSource
@@ -43,21 +45,19 @@ class Alpha:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterConfig:
-    """The parts of a PEFT ``LoraConfig`` that decide the scale."""
+class StoredAlpha:
+    """A number in the file: an alpha, or a ``finished`` factor; ``by_root``: sqrt(rank) is to divide it."""
 
-    lora_alpha: float
-    use_rslora: bool = False
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    value: float
+    finished: bool = False
+    by_root: bool = False
 
-    def alpha_of(self, module: str) -> float:
-        for pattern, alpha in self.alpha_pattern.items():
-            if re.fullmatch(rf"(.*\.)?({pattern})", module):
-                return alpha
-        return self.lora_alpha
-
-    def divisor(self, rank: int) -> float:
-        return math.sqrt(rank) if self.use_rslora else rank
+    def over(self, rank: int) -> Alpha:
+        if self.finished:
+            return Alpha(self.value, "alpha_scale", 1)
+        if self.by_root:
+            return Alpha(self.value, "rs_lora", math.sqrt(rank))
+        return Alpha(self.value, "tensor", rank)
 
 
 def read_alpha(stream: BinaryIO, header: Header, tensor: TensorInfo) -> float:
@@ -66,6 +66,16 @@ def read_alpha(stream: BinaryIO, header: Header, tensor: TensorInfo) -> float:
         raise BadAlpha(f"alpha is not one number but has shape {list(tensor.shape)}")
     stream.seek(header.data_start + tensor.start)
     return finite(_scalar(stream.read(tensor.n_bytes), tensor.dtype))
+
+
+def read_sizes(stream: BinaryIO, header: Header, tensor: TensorInfo) -> tuple[int, ...]:
+    """The numbers in a tensor that holds a shape, of any numeric dtype. Raises ``BadAlpha``."""
+    if len(tensor.shape) != 1 or not 0 < tensor.n_elements <= MAX_DIMENSIONS:
+        raise BadAlpha(f"is no list of sizes but has shape {list(tensor.shape)}")
+    stream.seek(header.data_start + tensor.start)
+    raw, width = stream.read(tensor.n_bytes), tensor.n_bytes // tensor.n_elements
+    found = [_scalar(raw[at : at + width], tensor.dtype) for at in range(0, tensor.n_bytes, width)]
+    return tuple(int(finite(size)) for size in found)
 
 
 def finite(value: float | str) -> float:
@@ -79,88 +89,45 @@ def finite(value: float | str) -> float:
     return number
 
 
-def config_of(document: Mapping[str, object]) -> AdapterConfig | None:
-    """The scale rules of an ``adapter_config.json``; None when it gives no alpha. Raises ``BadAlpha``."""
-    if document.get("lora_alpha") is None:
-        return None
-    return AdapterConfig(
-        lora_alpha=finite(document["lora_alpha"]),  # type: ignore[arg-type]
-        use_rslora=document.get("use_rslora") is True,
-        alpha_pattern=_alpha_pattern(document.get("alpha_pattern")),
-    )
-
-
-def _alpha_pattern(value: object) -> Mapping[str, float]:
-    """PEFT reads each key as a regular expression."""
-    found = {}
-    for pattern, alpha in value.items() if isinstance(value, dict) else ():
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise BadAlpha(f"alpha_pattern has the key {pattern!r}, no regular expression: {error}") from None
-        found[pattern] = finite(alpha)
-    return found
-
-
-def peft_configs(metadata: Mapping[str, str]) -> Mapping[str, Mapping[str, object]]:
-    """Each ``LoraConfig`` that diffusers keeps in a file's metadata, by component, "" for one of none.
-
-    Raises ``BadAlpha`` when it is there but is no JSON object.
-    """
-    text = metadata.get("lora_adapter_metadata")
-    if text is None:
-        return {}
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError):
-        document = None
-    if not isinstance(document, dict):
-        raise BadAlpha("lora_adapter_metadata is not a JSON object")
-    return {
-        prefix.removesuffix("."): {k[len(prefix) :]: v for k, v in document.items() if k.startswith(prefix)}
-        for prefix in CONFIG_PREFIXES
-        if prefix + "lora_alpha" in document
-    }
-
-
-def config_of_metadata(metadata: Mapping[str, str], component: str = "") -> AdapterConfig | None:
-    """The scale rules for ``component`` in a file's ``__metadata__``; None when it gives no alpha.
-
-    Raises ``BadAlpha``.
-    """
-    if documents := peft_configs(metadata):
-        return config_of(documents.get(component) or next(iter(documents.values())))
-    for key in METADATA_KEYS:
-        # kohya's trainers write the text "None" when no alpha was set
-        if metadata.get(key, "None") != "None":
-            return AdapterConfig(finite(metadata[key]))
-    return None
-
-
 def resolve_alpha(
     module: str,
     rank: int,
     *,
-    stored: float | None,
+    stored: StoredAlpha | None,
     option: float | None,
     config: AdapterConfig | None,
     metadata: Callable[[], AdapterConfig | None],
+    conv: bool = False,
 ) -> Alpha:
-    """The alpha of one module by the order of sources. Raises ``BadAlpha`` from ``metadata``."""
+    """The alpha of one module by the order of sources; ``conv``: of a convolution with a kernel.
+
+    Raises ``BadAlpha`` from ``metadata``.
+    """
     if stored is not None:
-        return Alpha(stored, "tensor", rank)
+        return stored.over(rank)
     if option is not None:
         return Alpha(option, "option", rank)
     if config is not None:
-        return Alpha(config.alpha_of(module), "adapter_config", config.divisor(rank))
+        return Alpha(config.alpha_of(module, conv=conv), "adapter_config", config.divisor(rank))
     if (found := metadata()) is not None:
-        return Alpha(found.alpha_of(module), "metadata", found.divisor(rank))
+        return Alpha(found.alpha_of(module, conv=conv), "metadata", found.divisor(rank))
     return Alpha(rank, "rank", rank)
 
 
 def _scalar(raw: bytes, dtype: str) -> float:
-    if dtype == "BF16":
-        return float(struct.unpack("<f", b"\0\0" + raw)[0])
+    if dtype in TRUNCATED:
+        code = TRUNCATED[dtype]
+        return float(struct.unpack(code, raw.rjust(struct.calcsize(code), b"\0"))[0])
+    if dtype == "F8_E4M3":
+        return _float8_e4m3(raw[0])
     if dtype not in SCALAR_FORMATS:
         raise BadAlpha(f"alpha has the dtype {dtype}, which holds no number")
     return float(struct.unpack(SCALAR_FORMATS[dtype], raw)[0])
+
+
+def _float8_e4m3(byte: int) -> float:
+    """Four bits of exponent, three of mantissa, no infinity (https://arxiv.org/abs/2209.05433, E4M3)."""
+    sign, exponent, mantissa = -1.0 if byte & 0x80 else 1.0, byte >> 3 & 15, byte & 7
+    if byte & 0x7F == 0x7F:
+        return math.nan
+    return sign * (math.ldexp(mantissa, -9) if exponent == 0 else math.ldexp(8 + mantissa, exponent - 10))

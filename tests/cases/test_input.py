@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -372,6 +373,8 @@ LOOKS: list[tuple[str, Callable[[bytes], bytes], str]] = [
     ("x.ckpt", lambda bomb: b"something else entirely", ".ckpt"),
     ("x.bin", lambda bomb: bytes(100), ".bin"),
     ("x.pth", lambda bomb: b"\x01" * 100, ".pth"),
+    ("x.pkl", lambda bomb: b"(dp0\n.", ".pkl"),
+    ("x.pkl", lambda bomb: bomb, "pickle"),
     ("x.safetensors", lambda bomb: b"", "empty"),
     ("x.pt", lambda bomb: b"", "empty"),
     ("x.safetensors", lambda bomb: b'{"error":"Repository not found"}', "JSON"),
@@ -434,13 +437,40 @@ def test_B50_a_folder_of_pickles(name: str, tmp_path: Path) -> None:
     assert not marker.exists()
 
 
-def test_B50_an_adapter_folder_of_pickles(tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", ["bin", "pt", "pth", "ckpt", "pkl"])
+def test_B50_an_adapter_folder_of_pickles(suffix: str, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     folder = tmp_path / "adapter"
     save_json(folder / "adapter_config.json", {"lora_alpha": 4})
-    (folder / "adapter_model.bin").write_bytes(pickle.dumps(Bomb(marker)))
-    refuse(std_base(tmp_path / "base"), folder, says=("adapter", "safetensors"))
+    (folder / f"adapter_model.{suffix}").write_bytes(pickle.dumps(Bomb(marker)))
+    says = (f"holds adapter_model.{suffix} and no safetensors", "python -c", "never unpickles")
+    refuse(std_base(tmp_path / "base"), folder, says=says)
     assert not marker.exists()
+
+
+@pytest.mark.parametrize(("suffix", "in_folder"), [("bin", True), ("pt", False)])
+def test_B50_a_pickled_lora_is_refused_with_a_command_that_converts_it(
+    suffix: str, in_folder: bool, tmp_path: Path
+) -> None:
+    """The hint is run as it stands, its placeholders filled in."""
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    pickled = folder / f"adapter_model.{suffix}"
+    tensors = std_pair(4, into=8)
+    torch.save({name: tensor.T for name, tensor in tensors.items()}, pickled)
+    base = std_base(tmp_path / "base")
+    said = refuse(base, folder if in_folder else pickled, says=("adapter", "safetensors", "python -c"))
+    (script,) = re.findall(r'python -c "(.*?)"', " ".join(said.split()))
+    script = script.replace("IN.bin", str(pickled)).replace("OUT.safetensors", str(folder / "x.safetensors"))
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    found = load_file(folder / "x.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor.T) for name, tensor in tensors.items())
+
+
+def test_B50_a_lora_that_is_only_called_a_pickle_is_merged(tmp_path: Path) -> None:
+    lora = save(tmp_path / "x.safetensors", std_pair(4)).rename(tmp_path / "x.bin")
+    assert_filled(fuse(std_base(tmp_path / "base"), lora).tensors()[Q], 2.0)
 
 
 def test_B50_pickles_beside_the_model_are_copied_unread(tmp_path: Path) -> None:

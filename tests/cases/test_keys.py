@@ -25,6 +25,7 @@ from tests.cases.builders import (
     refuse,
     same_bytes,
     save,
+    save_json,
     std_base,
     std_pair,
     std_tensors,
@@ -42,17 +43,36 @@ PREFIXES = (
 )
 MORE_PREFIXES = (
     "unet.",
+    "model.",
+    "net.",
+    "base_model.model.model.",
     "lora_transformer_",
+    "lycoris_",
+    "lora___lorahyphen___",
     "transformer.base_model.model.",
     "base_model.model.model.diffusion_model.",
     "base_model.model.diffusion_model.",
 )
+DOTS = {
+    "lora_unet_": "_",
+    "lora_transformer_": "_",
+    "lycoris_": "_",
+    "lora___lorahyphen___": "___lorahyphen___",
+}
+STYLES = {
+    "A": PLAIN,
+    "B": PEFT,
+    "C": ("lora_A.default.weight", "lora_B.default.weight"),
+    "E": ("lora.down.weight", "lora.up.weight"),
+    "H": ("lora_A", "lora_B"),
+    "I": ("lora_linear_layer.down.weight", "lora_linear_layer.up.weight"),
+}
 IMAGE_BRANCH = "image branch of Wan2.1, which this base does not have"
 
 
 def prefixed(prefix: str, module: str = MODULE) -> str:
-    """The module under the prefix; kohya's prefixes come with flattened names."""
-    return prefix + (module.replace(".", "_") if prefix.startswith("lora_") else module)
+    """The module under the prefix; some come with another character for the dots."""
+    return prefix + module.replace(".", DOTS.get(prefix, "."))
 
 
 # B01
@@ -79,18 +99,74 @@ def test_B01_half_underscored_names(spelling: str, tmp_path: Path) -> None:
 # B02
 
 
-@pytest.mark.parametrize("style", [PLAIN, PEFT])
+@pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("prefix", [*PREFIXES, *MORE_PREFIXES])
-def test_B02_every_prefix_means_the_same(prefix: str, style: tuple[str, str], tmp_path: Path) -> None:
-    lora = save(tmp_path / "x.safetensors", std_pair(4, prefixed(prefix), alpha=4.0, style=style))
+def test_B02_every_prefix_and_style_means_the_same(prefix: str, style: str, tmp_path: Path) -> None:
+    lora = save(tmp_path / "x.safetensors", std_pair(4, prefixed(prefix), alpha=4.0, style=STYLES[style]))
     fused = fuse(std_base(tmp_path / "base"), lora)
     assert_filled(fused.tensors()[Q], 2.0)
     assert fused.tensors().keys() == {Q, K}
 
 
+def test_B02_styles_may_be_mixed_in_one_file(tmp_path: Path) -> None:
+    """As in DMD2: attention layers as diffusers wrote them once, all others as PEFT does."""
+    proj = "blocks.0.ffn.net.2"
+    base = base_of(tmp_path / "base", {**std_tensors(), f"{proj}.weight": full(4, 4)})
+    lora = {
+        **std_pair(4, f"unet.{MODULE}", style=STYLES["E"]),
+        **std_pair(4, f"unet.{proj}", style=STYLES["B"]),
+    }
+    fused = fuse(base, save(tmp_path / "x.safetensors", lora))
+    assert_filled(fused.tensors()[Q], 2.0)
+    assert_filled(fused.tensors()[f"{proj}.weight"], 2.0)
+    assert fused.lora["dialect"] == "lora.down/up + lora_A/B"
+
+
+@pytest.mark.parametrize(
+    ("layer", "module"),
+    [
+        ("attn1.processor.to_q_lora", "attn1.to_q"),
+        ("attn1.to_q_lora", "attn1.to_q"),
+        ("attn1.processor.to_out_lora", "attn1.to_out.0"),
+    ],
+)
+def test_B02_layers_of_an_attention_processor(layer: str, module: str, tmp_path: Path) -> None:
+    base = base_of(tmp_path / "base", {K: full(4, 4, value=2.0), f"blocks.0.{module}.weight": full(4, 4)})
+    pair = std_pair(4, f"unet.blocks.0.{layer}", alpha=2.0, style=("down.weight", "up.weight"))
+    fused = fuse(base, save(tmp_path / "x.safetensors", pair))
+    assert_filled(fused.tensors()[f"blocks.0.{module}.weight"], 1.5)
+
+
+def test_B02_layers_that_no_base_tensor_is_called_after_are_named(tmp_path: Path) -> None:
+    layer = "double_blocks.0.processor.qkv_lora1"
+    lora = {**std_pair(4), **std_pair(4, layer, style=("down.weight", "up.weight"))}
+    says = ("x.safetensors", f"{layer} has no home in transformer")
+    refuse(std_base(tmp_path / "base"), save(tmp_path / "x.safetensors", lora), says=says)
+
+
+@pytest.mark.parametrize(("first", "second"), [("A", "B"), ("B", "E"), ("C", "A"), ("H", "B"), ("E", "I")])
+def test_B02_one_module_in_two_styles_is_refused(first: str, second: str, tmp_path: Path) -> None:
+    lora = {**std_pair(4, style=STYLES[first]), **std_pair(4, style=STYLES[second])}
+    keys = (f"{MODULE}.{STYLES[style][0]}" for style in (first, second))
+    refuse(std_base(tmp_path / "base"), save(tmp_path / "x.safetensors", lora), says=("x.safetensors", *keys))
+
+
+def test_B02_a_flattened_name_that_two_tensors_could_have_is_refused(tmp_path: Path) -> None:
+    twins = ("blocks.0.attn1.to_q", "blocks.0.attn1_to.q")
+    base = base_of(tmp_path / "base", {f"{name}.weight": full(4, 4) for name in twins})
+    lora = save(tmp_path / "x.safetensors", std_pair(4, f"lora_unet_{FLAT}"))
+    refuse(base, lora, says=("x.safetensors", f"lora_unet_{FLAT}: could be", *twins))
+
+
 @pytest.mark.parametrize(
     ("base_prefix", "one_file"),
-    [("model.diffusion_model.", False), ("model.diffusion_model.", True), ("diffusion_model.", True)],
+    [
+        ("model.diffusion_model.", False),
+        ("model.diffusion_model.", True),
+        ("diffusion_model.", True),
+        ("net.", True),
+        ("model.", False),
+    ],
 )
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_B02_a_base_keeps_its_own_prefix(
@@ -149,6 +225,16 @@ def test_B03_two_adapters_in_one_file_are_ambiguous(first: str, second: str, tmp
         lora,
         says=("x.safetensors", MODULE, "several adapters", second.removeprefix(".")),
     )
+
+
+def test_B03_two_adapters_with_modules_of_their_own_are_ambiguous(tmp_path: Path) -> None:
+    pairs = {
+        **std_pair(4, style=("lora_A.style.weight", "lora_B.style.weight")),
+        **std_pair(4, K.removesuffix(".weight"), style=("lora_A.char.weight", "lora_B.char.weight")),
+    }
+    lora = save(tmp_path / "x.safetensors", pairs)
+    says = ("x.safetensors", "several adapters", "char (", "style (", f"{MODULE}.lora_")
+    refuse(std_base(tmp_path / "base"), lora, says=says)
 
 
 # B04
@@ -306,6 +392,51 @@ def test_B06_norms_that_change_places_land_where_they_belong(native_base: bool, 
     fused = fuse(base_of(tmp_path / "base", tensors), save(tmp_path / "x.safetensors", lora))
     assert_filled(fused.tensors()[key], 1.5)
     assert_filled(fused.tensors()[other], 5.0)
+
+
+# B07
+
+
+FC1 = "encoder.layers.0.mlp.fc1"
+HALVES = [f"lora_te1_text_model_{FC1.replace('.', '_')}", f"lora_te_text_model_{FC1.replace('.', '_')}"]
+
+
+def base_with_encoder(root: Path, key: str) -> Path:
+    std_base(root)
+    save(root / "text_encoder" / "model.safetensors", {key: full(4, 4)})
+    return root
+
+
+@pytest.mark.parametrize("level", ["text_model.", ""])
+@pytest.mark.parametrize("half", [*HALVES, f"text_encoder.text_model.{FC1}", f"text_encoder.{FC1}"])
+def test_B07_both_halves_are_applied(half: str, level: str, tmp_path: Path) -> None:
+    key = f"{level}{FC1}.weight"
+    base = base_with_encoder(tmp_path / "base", key)
+    lora = {**std_pair(4, f"lora_unet_{FLAT}"), **std_pair(4, half)}
+    fused = fuse(base, save(tmp_path / "x.safetensors", lora))
+    assert_filled(fused.tensors()[Q], 2.0)
+    assert_filled(fused.tensors("text_encoder")[key], 2.0)
+    assert [row["applied"]["pairs"] for row in fused.document["loras"]] == [1, 1]
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_B07_a_half_without_its_encoder_is_never_dropped_in_silence(half: str, tmp_path: Path) -> None:
+    lora = save(tmp_path / "x.safetensors", {**std_pair(4), **std_pair(4, half)})
+    base = std_base(tmp_path / "base")
+    refuse(base, lora, says=("x.safetensors", half, "text encoder lora_te", "--allow-unmatched"))
+    fused = fuse(base, lora, options=["--allow-unmatched", "lora_te*"])
+    assert [skip["module"] for skip in fused.lora["skipped"]] == [half]
+    assert fused.warning("skipped")["modules"] == 1
+
+
+def test_B07_a_tensor_of_the_encoder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    base = base_with_encoder(tmp_path / "base", f"text_model.{FC1}.weight")
+    lora = {**std_pair(4), **std_pair(4, "lora_te1_text_model_encoder_layers_1_mlp_fc1")}
+    says = ("x.safetensors", "lora_te1_text_model_encoder_layers_1_mlp_fc1 has no home in text_encoder")
+    said = refuse(base, save(tmp_path / "x.safetensors", lora), says=("0 of 1 modules match text_encoder",))
+    assert "x.safetensors" in said
+    lora |= std_pair(4, HALVES[0])
+    refuse(base, save(tmp_path / "x.safetensors", lora), says=says)
 
 
 # B08
@@ -478,7 +609,7 @@ def test_B24_another_size_is_refused_whole(tmp_path: Path) -> None:
         ((4, 4), 4, 8),
         ((4, 6), 6, 4),
         ((4,), 4, 4),
-        ((4, 4, 1, 1), 4, 4),
+        ((4, 4, 3, 3), 4, 4),
     ],
 )
 def test_B24_a_delta_is_never_stretched_or_reshaped(
@@ -497,6 +628,48 @@ def test_B24_factors_of_two_ranks_are_no_pair(tmp_path: Path) -> None:
         save(tmp_path / "x.safetensors", lora),
         says=("x.safetensors", MODULE, "[4, 3]", "[2, 4]", "rank"),
     )
+
+
+# B32
+
+
+TIED = {"model_type": "qwen3", "tie_word_embeddings": True, "hidden_size": 2}
+HEADS = ["text_encoder.lm_head", "lora_te1_lm_head", "text_encoders.qwen3_4b.transformer.lm_head"]
+
+
+def tied_base(root: Path, *, config: dict[str, object], head: bool = False) -> Path:
+    std_base(root)
+    names = ["model.embed_tokens.weight", *(["lm_head.weight"] if head else [])]
+    save(root / "text_encoder" / "model.safetensors", {name: full(4, 2) for name in names}, {"format": "pt"})
+    save_json(root / "text_encoder" / "config.json", config)
+    return root
+
+
+@pytest.mark.parametrize("config", [TIED, {**TIED, "tie_word_embeddings": False, "text_config": TIED}])
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("module", HEADS[:2])
+def test_B32_a_lora_on_a_tied_head_is_refused(
+    module: str, head: bool, config: dict[str, object], tmp_path: Path
+) -> None:
+    base = tied_base(tmp_path / "base", config=config, head=head)
+    lora = save(tmp_path / "x.safetensors", {**std_pair(4), **std_pair(1, module, into=2)})
+    says = ("x.safetensors", f"{module}: the head is tied", "tie_word_embeddings")
+    for options in ([], ["--allow-unmatched", "*"]):
+        refuse(base, lora, says=says, options=options)
+
+
+def test_B32_the_name_of_the_encoder_is_its_own(tmp_path: Path) -> None:
+    base = tied_base(tmp_path / "base", config={**TIED, "hidden_size": 2560})
+    lora = save(tmp_path / "x.safetensors", {**std_pair(4), **std_pair(1, HEADS[2], into=2)})
+    refuse(base, lora, says=("x.safetensors", f"{HEADS[2]}: the head is tied"))
+
+
+def test_B32_a_head_of_its_own_is_fused_and_the_embedding_kept(tmp_path: Path) -> None:
+    base = tied_base(tmp_path / "base", config={**TIED, "tie_word_embeddings": False}, head=True)
+    lora = save(tmp_path / "x.safetensors", {**std_pair(4), **std_pair(1, HEADS[0], into=2)})
+    found = fuse(base, lora).tensors("text_encoder")
+    assert_filled(found["lm_head.weight"], 2.0)
+    assert same_bytes(found["model.embed_tokens.weight"], full(4, 2))
 
 
 # B35

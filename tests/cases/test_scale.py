@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
+from fuselora.verify import verify
+from tests.adapters import SAMPLES, Sample, say_content
 from tests.cases.builders import (
     MODULE,
     NATIVE_MODULE,
@@ -191,6 +195,8 @@ FORMS = [
     ("uint16 []", torch.tensor(8, dtype=torch.uint16)),
     ("uint32 []", torch.tensor(8, dtype=torch.uint32)),
     ("uint64 []", torch.tensor(8, dtype=torch.uint64)),
+    ("f8 e4m3 []", torch.tensor(8.0).to(torch.float8_e4m3fn)),
+    ("f8 e5m2 [1]", torch.tensor([8.0]).to(torch.float8_e5m2)),
 ]
 
 
@@ -230,6 +236,65 @@ def test_B13_an_alpha_that_is_not_one_number(alpha: torch.Tensor, tmp_path: Path
 def test_B13_a_truth_value_is_no_number(tmp_path: Path) -> None:
     lora = save(tmp_path / "x.safetensors", std_pair(16, alpha=torch.tensor(True)))
     refuse(std_base(tmp_path / "base"), lora, says=("x.safetensors", f"{MODULE}.alpha", "BOOL"))
+
+
+def test_B13_an_alpha_of_0_is_0(tmp_path: Path) -> None:
+    base = std_base(tmp_path / "base")
+    fused = fuse(base, save(tmp_path / "x.safetensors", std_pair(16, alpha=0.0)))
+    assert same_bytes(fused.tensors()[Q], full(4, 4))
+    assert fused.lora["alpha"] == {"source": "tensor", "values": [0.0]}
+    assert verify(fused.out, base=base, loras=[tmp_path / "x.safetensors"]).findings == ()
+
+
+# LongCat-Video's alpha_scale, which lora-hyphen files have in place of an alpha
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("strength", "value"), [("", 1.5), (":-2", 0.0), (":0", 1.0)])
+def test_B13_a_finished_factor_is_not_divided(
+    strength: str, value: float, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    lora = {**std_pair(16), f"{MODULE}.alpha_scale": torch.tensor(0.5, dtype=dtype)}
+    path, base = save(tmp_path / "x.safetensors", lora), std_base(tmp_path / "base")
+    fused = fuse(base, f"{path}{strength}")
+    assert_filled(fused.tensors()[Q], value)
+    assert fused.lora["alpha"] == {"source": "alpha_scale", "values": [0.5]}
+    assert verify(fused.out, base=base, loras=[path]).findings == ()
+
+
+def test_B13_a_finished_factor_of_a_split_pair(tmp_path: Path) -> None:
+    name = "lora___lorahyphen___blocks___lorahyphen___0___lorahyphen___attn___lorahyphen___qkv"
+    lora = {
+        f"{name}.lora_down.weight": full(4, 4),
+        f"{name}.lora_up.blocks.0.weight": full(4, 2),
+        f"{name}.lora_up.blocks.1.weight": full(4, 2, value=2.0),
+        f"{name}.alpha_scale": torch.tensor(0.5),
+    }
+    qkv = "blocks.0.attn.qkv.weight"
+    base = base_of(tmp_path / "base", {**std_tensors(), qkv: torch.zeros(8, 4)})
+    path = save(tmp_path / "x.safetensors", lora)
+    fused = fuse(base, path)
+    assert_filled(fused.tensors()[qkv][:4], 1.0)
+    assert_filled(fused.tensors()[qkv][4:], 2.0)
+    assert verify(fused.out, base=base, loras=[path]).findings == ()
+
+
+def test_B13_verify_sees_a_finished_factor_that_the_marker_has_not(tmp_path: Path) -> None:
+    base, plain = std_base(tmp_path / "base"), std_pair(16, alpha=8.0)
+    out = fuse(base, save(tmp_path / "x.safetensors", plain)).out
+    factor = {**std_pair(16), f"{MODULE}.alpha_scale": torch.tensor(0.25)}
+    path = save(tmp_path / "y.safetensors", factor)
+    say_content(out, path)
+    found = verify(out, base=base, loras=[path]).findings
+    assert any("its alpha_scale is 0.25" in finding.message for finding in found)
+
+
+@pytest.mark.parametrize("strength", ["", ":0"])
+def test_B13_an_alpha_and_a_finished_factor_are_refused(strength: str, tmp_path: Path) -> None:
+    lora = {**std_pair(16, alpha=8.0), f"{MODULE}.alpha_scale": torch.tensor(0.5)}
+    path = save(tmp_path / "x.safetensors", lora)
+    says = ("x.safetensors", f"{MODULE}.alpha and {MODULE}.alpha_scale")
+    refuse(std_base(tmp_path / "base"), f"{path}{strength}", says=says)
 
 
 # B14
@@ -295,6 +360,104 @@ def test_B14_a_skipped_module_that_is_not_finite_is_still_a_broken_file(tmp_path
     )
 
 
+# B15
+
+
+def adapter(folder: Path, modules: Mapping[str, int], **settings: object) -> Path:
+    """Standard pairs of these ranks as a PEFT adapter folder, with zeros as their base beside it."""
+    tensors: dict[str, torch.Tensor] = {}
+    for module, rank in modules.items():
+        tensors |= std_pair(rank, f"base_model.model.{module}", style=PEFT)
+    save(folder / "adapter_model.safetensors", tensors)
+    save_json(folder / "adapter_config.json", {"peft_type": "LORA", **settings})
+    base_of(folder.parent / "base", {f"{module}.weight": full(4, 4, value=0.0) for module in modules})
+    return folder
+
+
+L3, L7 = "layers.3.proj", "layers.7.proj"
+
+
+@pytest.mark.parametrize("key", [L3, r".*layers\.3\..*", r"layers\.3\.\w+", "3.proj"])
+def test_B15_patterns_of_rank_and_alpha_count(key: str, tmp_path: Path) -> None:
+    patterns = {"rank_pattern": {key: 32}, "alpha_pattern": {key: 128}}
+    lora = adapter(tmp_path / "lora", {L3: 32, L7: 8}, r=8, lora_alpha=16, **patterns)
+    fused = fuse(tmp_path / "base", lora)
+    assert_filled(fused.tensors()[f"{L3}.weight"], 4.0)
+    assert_filled(fused.tensors()[f"{L7}.weight"], 2.0)
+    assert fused.lora["alpha"] == {"source": "adapter_config", "values": [16.0, 128.0]}
+    assert verify(fused.out, base=tmp_path / "base", loras=[lora]).findings == ()
+
+
+def test_B15_a_whole_name_of_one_part(tmp_path: Path) -> None:
+    patterns = {"rank_pattern": {"l3": 32}, "alpha_pattern": {"l3": 128}}
+    lora = adapter(tmp_path / "lora", {"l3": 32, "l7": 8}, r=8, lora_alpha=16, **patterns)
+    found = fuse(tmp_path / "base", lora).tensors()
+    assert_filled(found["l3.weight"], 4.0)
+    assert_filled(found["l7.weight"], 2.0)
+
+
+@pytest.mark.parametrize("pattern", [{}, {"l7": 32}, {"l": 32}, {"l3": 16}])
+def test_B15_a_rank_that_the_configuration_does_not_say_is_refused(
+    pattern: dict[str, int], tmp_path: Path
+) -> None:
+    lora = adapter(tmp_path / "lora", {"l3": 32, "l7": 8}, r=8, lora_alpha=16, rank_pattern=pattern)
+    refuse(tmp_path / "base", lora, says=("adapter_config.json", "l3", "its factors have 32"))
+
+
+# B16
+
+
+@pytest.mark.parametrize(("use_rslora", "value"), [(True, 2.0), (False, 0.5)])
+@pytest.mark.parametrize("in_header", [False, True])
+def test_B16_rank_stabilised_loras_divide_by_the_root(
+    use_rslora: bool, value: float, in_header: bool, tmp_path: Path
+) -> None:
+    settings: dict[str, object] = {"r": 16, "lora_alpha": 8, "use_rslora": use_rslora}
+    lora = adapter(tmp_path / "lora", {"q": 16}, **settings)
+    if in_header:
+        text = json.dumps({f"transformer.{key}": setting for key, setting in settings.items()})
+        lora = save(
+            tmp_path / "x.safetensors",
+            std_pair(16, "transformer.q", style=PEFT),
+            {"lora_adapter_metadata": text},
+        )
+    fused = fuse(tmp_path / "base", lora)
+    assert_filled(fused.tensors()["q.weight"], value)
+    (scale,) = fused.lora["scales"]
+    assert (scale["scale"], scale["alpha"], scale["rank"]) == (value, 8.0, 16)
+    assert verify(fused.out, base=tmp_path / "base", loras=[lora]).findings == ()
+
+
+def test_B16_a_root_that_is_no_whole_number(tmp_path: Path) -> None:
+    base = base_of(tmp_path / "base", {"q.weight": torch.zeros(2, 2)})
+    tensors = {f"base_model.model.q.lora_{half}.weight": torch.eye(2) for half in "AB"}
+    save(tmp_path / "lora" / "adapter_model.safetensors", tensors)
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "use_rslora": True}
+    save_json(tmp_path / "lora" / "adapter_config.json", settings)
+    found = fuse(base, tmp_path / "lora").tensors()["q.weight"]
+    assert torch.equal(found, torch.eye(2) * torch.tensor(8 / math.sqrt(2), dtype=torch.float32))
+    assert found[0, 0].item() == pytest.approx(5.656854, abs=1e-6)
+
+
+# B33
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "loftq", "corda", "lora_ga"])
+@pytest.mark.parametrize("in_header", [False, True])
+def test_B33_an_adapter_of_a_changed_base_is_refused(init: str, in_header: bool, tmp_path: Path) -> None:
+    lora = adapter(tmp_path / "lora", {"q": 4}, r=4, lora_alpha=4, init_lora_weights=init)
+    if in_header:
+        text = json.dumps({"transformer.lora_alpha": 4, "transformer.init_lora_weights": init})
+        lora = save(tmp_path / "x.safetensors", std_pair(4, "q"), {"lora_adapter_metadata": text})
+    refuse(tmp_path / "base", lora, says=("trained against a base changed by", repr(init), "PEFT"))
+
+
+@pytest.mark.parametrize("init", [True, False, "gaussian", "eva", "orthogonal", "mica"])
+def test_B33_a_start_from_zero_is_not(init: object, tmp_path: Path) -> None:
+    lora = adapter(tmp_path / "lora", {"q": 4}, r=4, lora_alpha=4, init_lora_weights=init)
+    assert_filled(fuse(tmp_path / "base", lora).tensors()["q.weight"], 1.0)
+
+
 # B17
 
 
@@ -349,6 +512,25 @@ def test_B17_each_lora_has_its_own_strength(tmp_path: Path) -> None:
     second = save(tmp_path / "b.safetensors", std_pair(4, alpha=2.0, value=2.0))
     fused = fuse(std_base(tmp_path / "base"), f"{first}:0.5", f"{second}:-1")
     assert_filled(fused.tensors()[Q], 1 + 0.25 - 1.0)
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=[sample.name for sample in SAMPLES])
+def test_B17_every_kind_goes_as_far_as_it_is_told(sample: Sample, tmp_path: Path) -> None:
+    """Strength 0 leaves every byte; -1 and 2 go once back and twice on, of what 1 does."""
+    lora = sample.write(tmp_path / "lora", sample.tensors())
+    before = sample.bases(torch.float32)
+    base = base_of(tmp_path / "base", before)
+    found = {
+        strength: fuse(base, f"{lora}:{strength}", out=tmp_path / f"at{strength}").tensors()
+        for strength in (0, 1, -1, 2)
+    }
+    for key in sample.targets:
+        assert same_bytes(found[0][key], before[key])
+        step = found[1][key].double() - before[key].double()
+        assert step.any()
+        for strength in (-1, 2):
+            moved = found[strength][key].double() - before[key].double()
+            torch.testing.assert_close(moved, strength * step, rtol=1e-4, atol=1e-4 * float(step.abs().max()))
 
 
 # B18

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fuselora.delta.sums import add_full, add_full_exactly, add_low_rank, add_low_rank_exactly
+from fuselora.delta.sums import FLOAT32, FLOAT64
 from tests.delta.reference import exact
 from tests.small import noise
 
@@ -29,7 +29,7 @@ def test_the_exact_sum_is_the_plain_loop(rows: int, rank: int, columns: int, sca
     total = noise(rows, columns, seed=1).to(F64)
     up, down = noise(rows, rank, seed=2).to(F64), noise(rank, columns, seed=3).to(F64)
     wanted = by_hand(total, up, down, scale)
-    add_low_rank_exactly(total, up, down, scale)
+    FLOAT64.add_product(total, up, down, scale)
     assert total.tolist() == wanted
 
 
@@ -39,7 +39,7 @@ def test_the_exact_sum_of_a_difference_is_the_plain_loop() -> None:
         [t + d * 0.3 for t, d in zip(*rows, strict=True)]
         for rows in zip(total.tolist(), diff.tolist(), strict=True)
     ]
-    add_full_exactly(total, diff, 0.3)
+    FLOAT64.add(total, diff, 0.3)
     assert total.tolist() == wanted
 
 
@@ -55,7 +55,7 @@ def test_the_exact_sum_is_the_same_on_any_number_of_threads(threads: int) -> Non
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        add_low_rank_exactly(total, up, down, 0.7)
+        FLOAT64.add_product(total, up, down, 0.7)
     finally:
         torch.set_num_threads(before)
     assert np.array_equal(exact(total), wanted)
@@ -65,11 +65,11 @@ def test_float32_sums_are_near_the_exact_ones_and_in_place() -> None:
     total, up, down = noise(96, 130, seed=1), noise(96, 8, seed=2), noise(8, 130, seed=3)
     diff = noise(96, 130, seed=4)
     want = total.to(F64)
-    add_low_rank_exactly(want, up.to(F64), down.to(F64), 0.25)
-    add_full_exactly(want, diff.to(F64), -0.5)
+    FLOAT64.add_product(want, up.to(F64), down.to(F64), 0.25)
+    FLOAT64.add(want, diff.to(F64), -0.5)
     address = total.data_ptr()
-    add_low_rank(total, up, down, 0.25)
-    add_full(total, diff, -0.5)
+    FLOAT32.add_product(total, up, down, 0.25)
+    FLOAT32.add(total, diff, -0.5)
     assert total.data_ptr() == address
     size = noise(96, 130, seed=1).abs() + 0.25 * up.abs() @ down.abs() + 0.5 * diff.abs()
     assert bool(((total.to(F64) - want).abs() <= 2.0**-20 * size).all())

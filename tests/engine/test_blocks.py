@@ -25,7 +25,9 @@ def file_of(steps: Iterable[Step]) -> OutputFile:
 
 def fuse(rows: int, columns: int, source: int, target: int, dtypes: tuple[str, str] = ("F32", "F32")) -> Fuse:
     base, out = dtypes
-    return Fuse(f"{source}", base, out, rows, columns, source, target, chunk_grid(rows, columns), ())
+    return Fuse(
+        BASE.path, f"{source}", base, out, rows, columns, source, target, chunk_grid(rows, columns), ()
+    )
 
 
 def laid_out(tensors: Iterable[Tensor], source: int, target: int) -> list[Step]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from fuselora.delta.sums import add_low_rank
+from fuselora.delta.sums import FLOAT32 as SUMS
 from fuselora.engine import device as room
 from fuselora.engine.buffers import own_memory
 from fuselora.engine.device import (
@@ -24,8 +24,9 @@ from fuselora.engine.kernel import FLOAT32, Lost, choose
 from fuselora.engine.means import Means, choose_means
 from fuselora.engine.threads import FACTOR_ELEMENTS
 from fuselora.errors import InputError, NumericError, UsageError
-from fuselora.planning import Factor, Full, LowRank
+from fuselora.planning import Delta, Factor
 from fuselora.specs import Request
+from tests.deltas import full, low_rank
 from tests.engine.test_kernel import step, stored
 from tests.small import noise
 
@@ -35,9 +36,9 @@ if TYPE_CHECKING:
 CPU = torch.device("cpu")
 
 
-def deltas(folder: Path) -> tuple[LowRank | Full, ...]:
+def deltas(folder: Path) -> tuple[Delta, ...]:
     up, down = stored(folder / "up", noise(300, 3).bfloat16()), stored(folder / "down", noise(3, 40, seed=1))
-    return LowRank(up, down, 0.5), Full(stored(folder / "diff", noise(300, 40, seed=2)), -0.25)
+    return low_rank(up, down, 0.5), full(stored(folder / "diff", noise(300, 40, seed=2)), -0.25)
 
 
 @pytest.mark.parametrize("stored_as", [torch.bfloat16, torch.float32, torch.float16])
@@ -64,14 +65,14 @@ def test_factors_of_fewer_bits_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
         return (values.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
     def tf32(total: torch.Tensor, up: torch.Tensor, down: torch.Tensor, scale: float) -> None:
-        add_low_rank(total, coarse(up), coarse(down), scale)
+        SUMS.add_product(total, coarse(up), coarse(down), scale)
 
-    monkeypatch.setattr(room, "add_low_rank", tf32)
+    monkeypatch.setattr(room, "FLOAT32", replace(SUMS, add_product=tf32))
     assert not sums_agree(CPU)
 
 
 def test_a_difference_that_is_not_added_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "add_full", lambda total, diff, scale: None)
+    monkeypatch.setattr(room, "FLOAT32", replace(SUMS, add=lambda total, diff, scale: None))
     assert not sums_agree(CPU)
 
 
@@ -79,7 +80,7 @@ def test_a_device_that_cannot_compute_does_not_agree(monkeypatch: pytest.MonkeyP
     def refuse(*arguments: Any) -> None:
         raise RuntimeError("no kernel image is available")
 
-    monkeypatch.setattr(room, "add_low_rank", refuse)
+    monkeypatch.setattr(room, "FLOAT32", replace(SUMS, add_product=refuse))
     assert not sums_agree(CPU)
 
 
@@ -148,7 +149,7 @@ def test_with_too_little_memory_the_cpu_computes_and_a_notice_says_so(
     card: torch.device, tmp_path: Path
 ) -> None:
     up, down = (Factor(tmp_path, "f", "BF16", (1 << 14, 1 << 13), 0, 1 << 28) for _ in range(2))
-    large = replace(step(noise(4, 4)), deltas=(LowRank(up, down, 1.0),))
+    large = replace(step(noise(4, 4)), deltas=(low_rank(up, down, 1.0),))
     means = choose_means(request(device="cuda:0", jobs=2), [large])
     assert means.device == "cpu"
     assert means.kernels == choose("auto")
@@ -195,7 +196,7 @@ def test_needed_memory_follows_workers_chunks_and_factors(tmp_path: Path) -> Non
 
 def test_of_many_factors_only_those_held_are_counted(tmp_path: Path) -> None:
     up, down = (Factor(tmp_path, "f", "BF16", (1 << 10, 1 << 10), 0, 1 << 21) for _ in range(2))
-    small = replace(step(noise(4, 4)), deltas=(LowRank(up, down, 1.0),), chunks=())
+    small = replace(step(noise(4, 4)), deltas=(low_rank(up, down, 1.0),), chunks=())
     assert needed_bytes([small] * 1000, 1) == room.WORKSPACE_BYTES + 4 * FACTOR_ELEMENTS
     large = replace(small, deltas=small.deltas * 16)
     assert needed_bytes([large] * 1000, 1) == room.WORKSPACE_BYTES + 4 * (2 * 16 << 21)
@@ -204,21 +205,21 @@ def test_of_many_factors_only_those_held_are_counted(tmp_path: Path) -> None:
 def test_memory_that_runs_out_for_the_factors_names_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*arguments: Any) -> None:
+    def give_out(*arguments: Any) -> None:
         raise torch.OutOfMemoryError("no more")
 
     what = step(noise(300, 40), *deltas(tmp_path))
-    monkeypatch.setattr(room, "read_factor", full)
+    monkeypatch.setattr("fuselora.engine.factors.read_factor", give_out)
     with pytest.raises(NumericError, match="--device cpu: ran out of memory: no more") as caught:
         OnDevice(CPU).load(what)
     assert caught.value.hint == room.HINT
 
 
 def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*arguments: Any, **options: Any) -> None:
+    def give_out(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("no more")
 
-    monkeypatch.setattr(torch, "empty", full)
+    monkeypatch.setattr(torch, "empty", give_out)
     with pytest.raises(NumericError, match=r"4096 bytes of memory could not be pinned .*: no more") as caught:
         pinned_memory(4096)
     assert caught.value.hint == room.HINT
@@ -239,10 +240,10 @@ def test_a_device_that_cannot_be_used_is_an_error(
 def test_memory_that_runs_out_on_the_way_names_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*arguments: Any) -> None:
+    def give_out(*arguments: Any) -> None:
         raise torch.OutOfMemoryError("no more")
 
-    monkeypatch.setattr(room, "add_low_rank", full)
+    monkeypatch.setattr(room, "FLOAT32", replace(SUMS, add_product=give_out))
     weight = noise(300, 40)
     loaded = OnDevice(CPU).load(step(weight, *deltas(tmp_path)))
     with pytest.raises(NumericError, match="--device cpu: ran out of memory: no more"):

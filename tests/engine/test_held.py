@@ -15,7 +15,8 @@ import torch
 from fuselora.engine.held import Held
 from fuselora.engine.kernel import Loaded, Lost
 from fuselora.engine.lanes import Flow, Stopped
-from fuselora.planning import Factor, Fuse, LowRank
+from fuselora.planning import Factor, Fuse
+from tests.deltas import low_rank
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,8 +39,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 def step_of(folder: Path, name: str, elements: int) -> Fuse:
     """A step whose factors have that many elements."""
     down = Factor(folder / "lora.safetensors", "down", "BF16", (1, elements // 2), 0, elements)
-    delta = LowRank(replace(down, shape=(elements // 2, 1)), down, 1.0)
-    return Fuse(name, "BF16", "BF16", 1, 1, 0, 0, ((0, 1),), (delta,))
+    delta = low_rank(replace(down, shape=(elements // 2, 1)), down, 1.0)
+    return Fuse(folder / "base", name, "BF16", "BF16", 1, 1, 0, 0, ((0, 1),), (delta,))
 
 
 class _Loading:

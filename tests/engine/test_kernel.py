@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,9 +28,10 @@ from fuselora.engine.kernel import (
     computes_bf16,
 )
 from fuselora.errors import ChangedError, NumericError, ReadError
-from fuselora.planning import Delta, Factor, Full, Fuse, LowRank, chunk_grid
+from fuselora.planning import Delta, Factor, Fuse, chunk_grid
 from fuselora.tensors import TORCH_DTYPES
 from tests.delta.reference import Values, exact, rounded, ulp
+from tests.deltas import full, low_rank
 from tests.small import CODES, lora, noise, pair, raw, write
 
 if TYPE_CHECKING:
@@ -48,12 +50,12 @@ def stored(path: Path, tensor: torch.Tensor, *, before: bytes = b"") -> Factor:
 
 
 def step(
-    weight: torch.Tensor, *deltas: LowRank | Full, dtype: torch.dtype | None = None, key: str = "a.weight"
+    weight: torch.Tensor, *deltas: Delta, dtype: torch.dtype | None = None, key: str = "a.weight"
 ) -> Fuse:
     rows, columns = weight.shape
     out = CODES[dtype or weight.dtype]
     grid = chunk_grid(rows, columns)
-    return Fuse(key, CODES[weight.dtype], out, rows, columns, 0, 0, grid, deltas)
+    return Fuse(Path("base"), key, CODES[weight.dtype], out, rows, columns, 0, 0, grid, deltas)
 
 
 def load(kernel: Kernel, what: Fuse) -> Loaded:
@@ -76,21 +78,23 @@ def pair_of(
     scale: float,
     seed: int = 0,
     dtype: torch.dtype = BFLOAT16,
-) -> LowRank:
+) -> Delta:
     """Stored factors whose product is about as large as a weight of deviation one."""
     up, down = noise(rows, rank, seed=seed), noise(rank, columns, std=rank**-0.5, seed=seed + 1)
     name = f"{rows}.{rank}.{columns}.{seed}"
-    return LowRank(
+    return low_rank(
         stored(folder / f"{name}.up", up.to(dtype)), stored(folder / f"{name}.down", down.to(dtype)), scale
     )
 
 
-def sums(weight: torch.Tensor, pairs: Sequence[LowRank]) -> tuple[Values, Values]:
+def sums(weight: torch.Tensor, pairs: Sequence[Delta]) -> tuple[Values, Values]:
     """In float64 the result and how much was summed: |W| + the sum of |scale| |up| @ |down|."""
     total = exact(weight).copy()
     size = np.abs(total)
     for each in pairs:
-        up, down = (exact(read_factor(factor, torch.float64)) for factor in (each.up, each.down))
+        up, down = (
+            exact(read_factor(factor, torch.float64)) for factor in (each.factors["up"], each.factors["down"])
+        )
         total += each.scale * (up @ down)
         size += abs(each.scale) * (np.abs(up) @ np.abs(down))
     return total, size
@@ -105,7 +109,7 @@ def test_kernels_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose("auto").choices == (BF16, FLOAT32)
     monkeypatch.setattr(room, "computes_bf16", lambda: False)
     assert choose("auto").choices == (FLOAT32,)
-    assert (FLOAT32.dtype, REFERENCE.dtype) == (F32, torch.float64)
+    assert (FLOAT32.sums.dtype, REFERENCE.sums.dtype) == (F32, torch.float64)
     assert [(kernel.name, kernel.accumulate) for kernel in ALL] == [
         ("float32", "float32"), ("reference", "float64"), ("bf16-addmm", "float32"),
     ]  # fmt: skip
@@ -132,11 +136,11 @@ def kind(folder: Path, name: str) -> Fuse:
     f32 = pair_of(folder, 70, 2, 8, 0.5, seed=9, dtype=F32)
     found: dict[str, tuple[Delta, ...]] = {
         "joined": (one, other, one),
-        "two scales": (one, LowRank(other.up, other.down, 0.25)),
-        "f32 up": (LowRank(f32.up, one.down, 0.5),),
-        "f32 down": (LowRank(one.up, f32.down, 0.5),),
-        "mixed": (one, Full(stored(folder / "diff", noise(70, 8).bfloat16()), 0.5)),
-        "diff": (Full(stored(folder / "diff", noise(70, 8).bfloat16()), 0.5),),
+        "two scales": (one, replace(other, strength=0.25)),
+        "f32 up": (low_rank(f32.factors["up"], one.factors["down"], 0.5),),
+        "f32 down": (low_rank(one.factors["up"], f32.factors["down"], 0.5),),
+        "mixed": (one, full(stored(folder / "diff", noise(70, 8).bfloat16()), 0.5)),
+        "diff": (full(stored(folder / "diff", noise(70, 8).bfloat16()), 0.5),),
         "cast": (),
     }
     return step(weight, *found.get(name, (one,)), dtype={"f32 base": BFLOAT16, "f32 out": F32}.get(name))
@@ -270,7 +274,7 @@ def test_factors_are_joined_along_their_rank(tmp_path: Path, dim: int) -> None:
 def test_every_factor_of_the_fast_way_is_checked(tmp_path: Path) -> None:
     weight = noise(70, 8).bfloat16()
     one, other = pair_of(tmp_path, 70, 2, 8, 0.5), pair_of(tmp_path, 70, 3, 8, 0.5, seed=5)
-    for factor in (one.up, one.down, other.up, other.down):
+    for factor in (*one.factors.values(), *other.factors.values()):
         content = factor.path.read_bytes()
         factor.path.write_bytes(content[:-1])
         with pytest.raises(ChangedError, match=f"{factor.path.name}: was changed"):
@@ -286,17 +290,17 @@ def test_a_file_that_grew_short_is_named(tmp_path: Path, kernel: Kernel) -> None
     for path in (down.path, diff.path):
         path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ChangedError, match="down: was changed") as caught:
-        kernel.load(step(weight, LowRank(up, down, 1.0)))
+        kernel.load(step(weight, low_rank(up, down, 1.0)))
     assert caught.value.facts["path"] == str(down.path)
     with pytest.raises(ChangedError, match="diff: was changed"):
-        run(kernel, weight, step(weight, Full(diff, 1.0)))
+        run(kernel, weight, step(weight, full(diff, 1.0)))
 
 
 def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
     diff = stored(tmp_path / "diff", noise(4, 4))
     diff.path.unlink()
     with pytest.raises(ReadError, match="diff: cannot be read: No such file"):
-        run(FLOAT32, noise(4, 4), step(noise(4, 4), Full(diff, 1.0)))
+        run(FLOAT32, noise(4, 4), step(noise(4, 4), full(diff, 1.0)))
 
 
 # sums
@@ -313,16 +317,16 @@ def test_a_step_without_deltas_only_casts(kernel: Kernel) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_pairs_and_differences_add_up(tmp_path: Path, kernel: Kernel) -> None:
     weight, up, down, diff = noise(5, 7), noise(5, 2, seed=1), noise(2, 7, seed=2), noise(5, 7, seed=3)
-    low_rank = LowRank(stored(tmp_path / "up", up), stored(tmp_path / "down", down), 0.5)
-    found, _ = run(kernel, weight, step(weight, low_rank, Full(stored(tmp_path / "diff", diff), -2.0)))
+    of_rank_two = low_rank(stored(tmp_path / "up", up), stored(tmp_path / "down", down), 0.5)
+    found, _ = run(kernel, weight, step(weight, of_rank_two, full(stored(tmp_path / "diff", diff), -2.0)))
     wanted = exact(weight) + 0.5 * exact(up) @ exact(down) - 2 * exact(diff)
     assert np.allclose(exact(found), wanted, rtol=0, atol=1e-5)
 
 
 def test_chunks_take_their_own_rows(tmp_path: Path) -> None:
     weight, up, down, diff = noise(6, 3), noise(6, 2, seed=1), noise(2, 3, seed=2), noise(6, 3, seed=3)
-    low_rank = LowRank(stored(tmp_path / "up", up), stored(tmp_path / "down", down), 1.0)
-    what = step(weight, low_rank, Full(stored(tmp_path / "diff", diff), 1.0))
+    of_rank_two = low_rank(stored(tmp_path / "up", up), stored(tmp_path / "down", down), 1.0)
+    what = step(weight, of_rank_two, full(stored(tmp_path / "diff", diff), 1.0))
     whole, _ = run(REFERENCE, weight, what)
     loaded, rows = load(REFERENCE, what), []
     for chunks in ([(0, 2)], [(2, 3)], [(3, 4), (4, 6)]):
@@ -374,7 +378,7 @@ def test_the_fast_way_is_the_float32_way(tmp_path: Path) -> None:
     weight = noise(1024, 1024, seed=1).bfloat16()
     what = step(weight, pair_of(tmp_path, 1024, 64, 1024, 0.1))
     wanted = exact(run(FLOAT32, weight, what)[0])
-    _, size = sums(weight, [delta for delta in what.deltas if isinstance(delta, LowRank)])
+    _, size = sums(weight, what.deltas)
     for kernel in choose("auto").choices:
         found = exact(run(kernel, weight, what)[0])
         assert (found == wanted).mean() >= 0.9999
@@ -385,7 +389,9 @@ def test_the_fast_way_is_the_float32_way(tmp_path: Path) -> None:
 def test_only_what_is_smaller_than_a_normal_number_may_become_zero(tmp_path: Path, scale: float) -> None:
     weight = noise(128, 320, std=scale, seed=1).bfloat16()
     up, down = noise(128, 24, seed=2), noise(24, 320, std=scale, seed=3)
-    pairs = [LowRank(stored(tmp_path / "up", up.bfloat16()), stored(tmp_path / "down", down.bfloat16()), 0.5)]
+    pairs = [
+        low_rank(stored(tmp_path / "up", up.bfloat16()), stored(tmp_path / "down", down.bfloat16()), 0.5)
+    ]
     total, size = sums(weight, pairs)
     flushed = 2.0**-126 * (
         2 + 0.5 * np.abs(exact(up)).sum(1, keepdims=True)
@@ -403,10 +409,10 @@ def test_pairs_of_one_scale_are_one_pair_of_all_their_ranks(tmp_path: Path) -> N
         [noise(n, 96, seed=-n).bfloat16() for n in (3, 8, 5)],
     )
     several = [
-        LowRank(stored(tmp_path / f"up{n}", up), stored(tmp_path / f"down{n}", down), 0.3)
+        low_rank(stored(tmp_path / f"up{n}", up), stored(tmp_path / f"down{n}", down), 0.3)
         for n, (up, down) in enumerate(zip(ups, downs, strict=True))
     ]
-    joined = LowRank(
+    joined = low_rank(
         stored(tmp_path / "up", torch.cat(ups, 1)), stored(tmp_path / "down", torch.cat(downs, 0)), 0.3
     )
     assert torch.equal(
@@ -427,7 +433,7 @@ def steps_of(folder: Path, base: torch.dtype, out: torch.dtype) -> tuple[torch.T
     weight = noise(64 * 7 + 30, 90, seed=1).to(base)
     deltas: list[Delta] = [pair_of(folder, len(weight), 16, 90, 0.3)]
     if out != BFLOAT16:
-        deltas.append(Full(stored(folder / "diff", noise(len(weight), 90, seed=4)), 0.7))
+        deltas.append(full(stored(folder / "diff", noise(len(weight), 90, seed=4)), 0.7))
     return weight, step(weight, *deltas, dtype=out)
 
 
@@ -499,7 +505,7 @@ def test_scratch_memory_serves_one_size_and_dtype_after_another(tmp_path: Path) 
     for kernel, rows in cases * 2:
         weight = noise(rows, 20, seed=rows)
         diff = noise(rows, 20, seed=rows + 1)
-        found, _ = run(kernel, weight, step(weight, Full(stored(tmp_path / f"{rows}", diff), 1.0)))
+        found, _ = run(kernel, weight, step(weight, full(stored(tmp_path / f"{rows}", diff), 1.0)))
         assert torch.equal(found, weight + diff)
 
 
@@ -509,7 +515,7 @@ def test_what_is_not_finite_names_the_tensor(tmp_path: Path, kernel: Kernel, val
     weight = torch.full((3, 4), 1e38)
     diff = torch.zeros(3, 4)
     diff[2, 3] = value
-    what = step(weight, Full(stored(tmp_path / "diff", diff), 1.0), key="blocks.7.ffn.0.weight")
+    what = step(weight, full(stored(tmp_path / "diff", diff), 1.0), key="blocks.7.ffn.0.weight")
     with pytest.raises(NumericError, match=r"blocks\.7\.ffn\.0\.weight: .* is not finite") as caught:
         run(kernel, weight, what)
     assert caught.value.facts == {"tensor": "blocks.7.ffn.0.weight"}
@@ -534,14 +540,14 @@ def test_one_element_in_the_last_chunk_is_enough(tmp_path: Path, kernel: Kernel,
 def test_elements_that_did_not_move_are_counted(tmp_path: Path, kernel: Kernel) -> None:
     weight = torch.ones(2, 4).bfloat16()  # its neighbours are 2^-7 above and 2^-8 below
     diff = torch.tensor([[2.0**-7, 2.0**-7, 2.0**-10, 0.0], [2.0**-12, -(2.0**-8), -(2.0**-10), 0.0]])
-    _, lost = run(kernel, weight, step(weight, Full(stored(tmp_path / "diff", diff), 1.0)))
+    _, lost = run(kernel, weight, step(weight, full(stored(tmp_path / "diff", diff), 1.0)))
     assert lost == Lost(touched=6, unchanged=3)
 
 
 def test_only_the_first_rows_are_counted(tmp_path: Path) -> None:
     weight = torch.ones(300, 2).bfloat16()
     diff = torch.full((300, 2), 2.0**-20)
-    what = step(weight, Full(stored(tmp_path / "diff", diff), 1.0))
+    what = step(weight, full(stored(tmp_path / "diff", diff), 1.0))
     assert run(FLOAT32, weight, what)[1] == Lost(128, 128)
     chunk = memoryview(bytearray(raw(weight[64:128])))
     assert load(FLOAT32, what).fuse(chunk, chunk, [(64, 128)]) == Lost()
@@ -557,7 +563,7 @@ def test_pairs_are_counted_alike_by_every_kernel(
     weight = torch.ones(200, 4).bfloat16()
     down = torch.tensor([[2.0**-7, 2.0**-10, -(2.0**-8), 0.0]]).bfloat16()
     up = torch.ones(200, 1).bfloat16()
-    what = step(weight, LowRank(stored(tmp_path / "up", up), stored(tmp_path / "down", down), 1.0))
+    what = step(weight, low_rank(stored(tmp_path / "up", up), stored(tmp_path / "down", down), 1.0))
     source = memoryview(bytearray(raw(weight)))
     target = source if in_place else memoryview(bytearray(what.n_bytes))
     assert load(kernel, what).fuse(source, target, what.chunks) == Lost(touched=192, unchanged=64)

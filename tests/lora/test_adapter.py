@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from peft import LoraConfig
 
 from fuselora.errors import FormatError, InputError
 from fuselora.header import read_header
-from fuselora.lora.adapter import UNFUSED_CONFIG, Adapter, open_adapter
-from fuselora.lora.scale import AdapterConfig
+from fuselora.lora.adapter import Adapter, component_of, open_adapter
+from fuselora.lora.config import AdapterConfig
+from fuselora.lora.scale import StoredAlpha
 from fuselora.resolve import LoraLocation
 from fuselora.specs import LoraSpec
 from tests import listings
-from tests.inputs import PEFT, open_lora, pair, tensor
+from tests.inputs import PEFT, open_lora, pair, shard_name, sharded, tensor
 
 if TYPE_CHECKING:
     from fuselora.synth import Spec
@@ -46,14 +45,14 @@ def test_a_module_has_its_parts(tmp_path: Path) -> None:
     assert {part: found.shape for part, found in module.parts.items()} == {
         "down": (3, 4), "up": (6, 3), "alpha": (), "diff_b": (6,),
     }  # fmt: skip
-    assert module.is_pair
+    assert [kind.name for kind in module.kinds] == ["pair", "diff_b"]
 
 
 def test_modules_without_a_pair(tmp_path: Path) -> None:
     adapter = opened(tmp_path, tensor("norm.diff", 4), tensor("q.alpha", value=2))
-    assert {(m.name, m.dialect, m.is_pair, m.alpha) for m in adapter.modules} == {
-        ("norm", "diff", False, None),
-        ("q", "alpha", False, 2.0),
+    assert {(m.name, m.dialect, m.rank, m.alpha) for m in adapter.modules} == {
+        ("norm", "diff", None, None),
+        ("q", "alpha", None, 2.0),
     }
     assert adapter.faults == ()
 
@@ -79,7 +78,7 @@ def test_every_published_tensor_is_in_one_module(tmp_path: Path, name: str) -> N
     path = listings.sparse(tmp_path / "x.safetensors", listings.lora(name), metadata)
     adapter = open_adapter(LoraLocation(LoraSpec("x"), path, "x", None))
     parts = [found.name for module in adapter.modules for found in module.parts.values()]
-    assert sorted(parts) == sorted(found.name for found in adapter.header.tensors)
+    assert sorted(parts) == sorted(found.name for found in adapter.tensors)
     assert adapter.faults == ()
 
 
@@ -152,19 +151,30 @@ def test_keys_that_mean_nothing_and_kinds_that_are_not_fused(tmp_path: Path) -> 
     adapter = opened(
         tmp_path,
         *pair("q"),
-        tensor("q.dora_scale", 4, 1),
+        tensor("q.bm.weight", 1),
         tensor("q.lora_magnitude", 4),
-        tensor("proj_out.weight", 4, 4),
     )
     assert sorted(said(adapter)) == [
         ("unknown_key", "q.lora_magnitude"),
-        ("unsupported", "proj_out.weight"),
-        ("unsupported", "q.dora_scale"),
+        ("unsupported", "q.bm.weight"),
     ]
     by_key = {fault.key: fault.message for fault in adapter.faults}
-    assert "DoRA" in by_key["q.dora_scale"]
-    assert "modules_to_save" in by_key["proj_out.weight"]
+    assert "GLoRA with a Tucker core" in by_key["q.bm.weight"]
     assert [module.name for module in adapter.modules] == ["q"]
+
+
+def test_full_weights_alone_are_no_lora(tmp_path: Path) -> None:
+    adapter = opened(tmp_path, tensor("q.weight", 4, 4), tensor("q.bias", 4))
+    assert said(adapter) == [("unsupported", adapter.tensors[0].name)]
+    assert "it is a checkpoint, not a LoRA" in adapter.faults[0].message
+
+
+def test_full_weights_beside_a_pair_are_parts_of_it(tmp_path: Path) -> None:
+    adapter = opened(tmp_path, *pair("q"), tensor("proj_out.weight", 4, 4))
+    assert adapter.faults == ()
+    assert {m.name: [kind.name for kind in m.kinds] for m in adapter.modules} == {
+        "q": ["pair"], "proj_out": ["replace"],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -189,7 +199,7 @@ def test_all_faults_are_found_at_once(tmp_path: Path) -> None:
         tmp_path,
         pair("half")[0],
         *pair("two", style=("lora_A.a", "lora_B.b")),
-        tensor("x.hada_w1_a", 2, 2),
+        tensor("x.bm.weight", 1),
         tensor("x.nonsense", 2),
         *pair("odd", alpha=float("nan")),
         metadata={"lora_adapter_metadata": "{"},
@@ -214,52 +224,25 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_a_config_sets_the_scale(tmp_path: Path) -> None:
     adapter = with_config(tmp_path, use_rslora=True, alpha_pattern={"q": 16})
-    assert adapter.config == AdapterConfig(4.0, True, {"q": 16.0})
+    assert adapter.config == AdapterConfig(4.0, True, {"q": 16.0}, 2)
     assert adapter.faults == ()
-
-
-@pytest.mark.parametrize("setting", UNFUSED_CONFIG)
-def test_a_setting_that_would_be_ignored(tmp_path: Path, setting: str) -> None:
-    (fault,) = with_config(tmp_path, **{setting: True}).faults
-    assert (fault.kind, fault.key, fault.path) == ("unsupported", setting, "adapter_model.safetensors")
-    assert "adapter_config.json" in fault.message
-    assert with_config(tmp_path, **{setting: None}).faults == ()
-
-
-def test_no_variant_of_peft_is_ignored() -> None:
-    variants = {f.name for f in dataclasses.fields(LoraConfig) if f.metadata.get("is_lora_variant")}
-    # VeLoRA changes how a gradient is computed and nothing of the result.
-    assert variants - {"velora_config"} <= set(UNFUSED_CONFIG)
-
-
-@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "OLoRA", "loftq", "corda", "lora_ga"])
-def test_an_adapter_of_a_changed_base(tmp_path: Path, init: str) -> None:
-    (fault,) = with_config(tmp_path, init_lora_weights=init).faults
-    assert (fault.kind, fault.key) == ("changed_base", "init_lora_weights")
-    assert init in fault.message
-    assert fault.hint is not None
-
-
-@pytest.mark.parametrize("init", [True, False, None, "gaussian", "eva", "orthogonal"])
-def test_a_start_that_leaves_the_base_alone(tmp_path: Path, init: object) -> None:
-    assert with_config(tmp_path, init_lora_weights=init).faults == ()
 
 
 @pytest.mark.parametrize("prefix", ["", "transformer.", "transformer_2.", "unet."])
 def test_the_header_may_hold_the_config(tmp_path: Path, prefix: str) -> None:
-    settings = {"lora_alpha": 4, "use_dora": True, "init_lora_weights": "pissa"}
+    settings = {"lora_alpha": 4, "use_qalora": True, "init_lora_weights": "pissa"}
     text = json.dumps({prefix + key: value for key, value in settings.items()})
     adapter = opened(tmp_path, *pair("q"), metadata={"lora_adapter_metadata": text})
-    assert said(adapter) == [("unsupported", "use_dora"), ("changed_base", "init_lora_weights")]
+    assert said(adapter) == [("unsupported", "use_qalora"), ("changed_base", "init_lora_weights")]
     assert "lora_adapter_metadata" in adapter.faults[0].message
 
 
 def test_the_header_may_hold_a_config_for_each_expert(tmp_path: Path) -> None:
     text = json.dumps(
-        {"transformer.lora_alpha": 4, "transformer_2.lora_alpha": 4, "transformer_2.use_dora": True}
+        {"transformer.lora_alpha": 4, "transformer_2.lora_alpha": 4, "transformer_2.use_qalora": True}
     )
     adapter = opened(tmp_path, *pair("q"), metadata={"lora_adapter_metadata": text})
-    assert said(adapter) == [("unsupported", "use_dora")]
+    assert said(adapter) == [("unsupported", "use_qalora")]
 
 
 @pytest.mark.parametrize("alpha", ["many", [1], float("nan"), {}])
@@ -277,5 +260,86 @@ def test_a_config_that_is_not_json(tmp_path: Path) -> None:
 
 def test_the_file_s_own_header_is_kept(tmp_path: Path) -> None:
     adapter = opened(tmp_path, *pair("q"), metadata={"x": "y"})
-    assert adapter.header == read_header(adapter.location.path)
-    assert adapter.header.metadata == {"x": "y"}
+    assert adapter.files == (read_header(adapter.location.path),)
+    assert adapter.metadata == {"x": "y"}
+
+
+# Finished factors
+
+
+def test_a_finished_factor(tmp_path: Path) -> None:
+    adapter = opened(tmp_path, *pair("q", rank=4), tensor("q.alpha_scale", value=0.5))
+    (module,) = adapter.modules
+    assert (module.alpha, module.alpha_scale, adapter.faults) == (None, 0.5, ())
+    assert adapter.stored_alpha(module, 4, conv=False) == StoredAlpha(0.5, finished=True)
+
+
+def test_an_alpha_and_a_finished_factor(tmp_path: Path) -> None:
+    adapter = opened(tmp_path, *pair("q", alpha=8), tensor("q.alpha_scale", value=0.5))
+    (fault,) = adapter.faults
+    assert (fault.kind, fault.key) == ("alpha", "q")
+    assert "q.alpha and q.alpha_scale" in fault.message
+
+
+# Several files
+
+
+def test_a_lora_in_several_files(tmp_path: Path) -> None:
+    q, k = pair("q", alpha=8), pair("k", rank=3)
+    index = sharded(tmp_path, [q[0], k[1]], [*q[1:], k[0]])
+    adapter = open_adapter(LoraLocation(LoraSpec(str(index)), index, index.name, None))
+    whole = open_lora(tmp_path / "whole.safetensors", [*q, *k])
+    assert adapter.faults == ()
+    assert [header.path.name for header in adapter.files] == [shard_name(1, 2), shard_name(2, 2)]
+    assert {m.name: (m.rank, m.alpha) for m in adapter.modules} == {"q": (2, 8.0), "k": (3, None)}
+    assert {t.name for t in adapter.tensors} == {t.name for t in whole.tensors}
+    assert {name: header.path.name for name, header in adapter.homes.items()} == {
+        "q.lora_down.weight": shard_name(1, 2), "k.lora_up.weight": shard_name(1, 2),
+        "q.lora_up.weight": shard_name(2, 2), "q.alpha": shard_name(2, 2),
+        "k.lora_down.weight": shard_name(2, 2),
+    }  # fmt: skip
+    assert adapter.n_bytes == sum(header.n_bytes for header in adapter.files)
+    assert set(adapter.paths) == {index, *(header.path for header in adapter.files)}
+
+
+@pytest.mark.parametrize(("key", "alike"), [("ss_network_alpha", False), ("sshs_model_hash", True)])
+def test_files_may_not_say_different_things_about_the_scale(tmp_path: Path, key: str, alike: bool) -> None:
+    q, k = pair("q"), pair("k")
+    index = sharded(tmp_path, q, k, metadata=[{key: "1", "format": "pt"}, {key: "2"}])
+    adapter = open_adapter(LoraLocation(LoraSpec(str(index)), index, index.name, None))
+    assert adapter.metadata == {key: "1", "format": "pt"}
+    assert said(adapter) == ([] if alike else [("alpha", key)])
+
+
+def test_one_of_several_files_is_no_lora(tmp_path: Path) -> None:
+    first, other = tmp_path / shard_name(1, 2), tmp_path / shard_name(1, 1)
+    assert [fault.kind for fault in open_lora(first, pair("q")).faults] == ["shard"]
+    assert open_lora(other, pair("q")).faults == ()
+
+
+# Which component a configuration in the header speaks of
+
+
+@pytest.mark.parametrize(
+    ("module", "component"),
+    [
+        ("blocks.0.q", "transformer"),
+        ("transformer.blocks.0.q", "transformer"),
+        ("transformer_2.blocks.0.q", "transformer_2"),
+        ("text_encoder_2.x", "text_encoder_2"),
+        ("lora_te1_x", "text_encoder"),
+        ("text_encoders.clip_l.x", "text_encoder"),
+    ],
+)
+def test_the_component_of_a_module(module: str, component: str) -> None:
+    assert component_of(module) == component
+
+
+def test_a_configuration_in_the_header_tells_what_its_own_modules_mean(tmp_path: Path) -> None:
+    said = {"transformer.lora_alpha": 4, "transformer.fan_in_fan_out": True, "text_encoder.lora_alpha": 2}
+    specs = [*pair("transformer.q", style=PEFT), *pair("text_encoder.q", style=PEFT)]
+    adapter = opened(tmp_path, *specs, metadata={"lora_adapter_metadata": json.dumps(said)})
+    assert {m.name: [k.name for k in m.kinds] for m in adapter.modules} == {
+        "transformer.q": ["transposed"],
+        "text_encoder.q": ["pair"],
+    }

@@ -1,0 +1,62 @@
+"""``--blocks``: a factor on the strength of some modules, 0 to leave them out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from fuselora.errors import Fault
+from fuselora.match import Hit, Matching, Skip, plain_name
+
+if TYPE_CHECKING:
+    from fuselora.specs import BlockSpec
+
+
+def blocks_for(component: str, blocks: Sequence[BlockSpec]) -> tuple[BlockSpec, ...]:
+    """Those that speak of a component."""
+    return tuple(block for block in blocks if block.component in (None, component))
+
+
+def with_blocks(matching: Matching, blocks: Sequence[BlockSpec]) -> Matching:
+    """Each hit with its factor, by the last glob that means it; what has 0 is skipped with that reason."""
+    mine = blocks_for(matching.assignment.component.name, blocks)
+    if not mine:
+        return matching
+    weighed = [replace(hit, block=_factor(hit, mine)) for hit in matching.hits]
+    hits = tuple(hit for hit in weighed if hit.block != 0)
+    kept = {hit.module.name for hit in hits}
+    left_out = {hit.module.name: hit for hit in weighed if hit.module.name not in kept}
+    skips = (Skip(hit.module, _reason(hit, mine), asked=True) for hit in left_out.values())
+    return replace(matching, hits=hits, skipped=(*matching.skipped, *skips))
+
+
+def unused_blocks(matchings: Sequence[Matching], blocks: Sequence[BlockSpec]) -> Iterator[Fault]:
+    """A glob that means no module is a slip of the pen. ``matchings`` are those before ``with_blocks``."""
+    for block in blocks:
+        hits = [hit for m in matchings if blocks_for(m.assignment.component.name, [block]) for hit in m.hits]
+        if not any(_means(block.glob, hit) for hit in hits):
+            where = f" of {block.component}" if block.component else ""
+            sample = f"There are modules like {plain_name(hits[0].module.name)}." if hits else None
+            yield Fault("unused_blocks", f"--blocks {block.glob} means no module{where}", hint=sample)
+
+
+def _factor(hit: Hit, blocks: Sequence[BlockSpec]) -> float:
+    found = _last(hit, blocks)
+    return found.strength if found else 1.0
+
+
+def _reason(hit: Hit, blocks: Sequence[BlockSpec]) -> str:
+    found = _last(hit, blocks)
+    return f"left out by --blocks {found.glob}=0" if found else "left out"
+
+
+def _last(hit: Hit, blocks: Sequence[BlockSpec]) -> BlockSpec | None:
+    return next((block for block in reversed(blocks) if _means(block.glob, hit)), None)
+
+
+def _means(glob: str, hit: Hit) -> bool:
+    """By the LoRA's name or the base's; ``blocks.1`` is all of that block, and not of ``blocks.10``."""
+    names = (plain_name(hit.module.name), hit.base_key)
+    return any(fnmatchcase(name, glob) or fnmatchcase(name, f"{glob}.*") for name in names)
