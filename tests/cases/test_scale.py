@@ -176,6 +176,33 @@ def test_B12_an_override_that_applies_to_nothing_is_refused(option: str, tmp_pat
     )
 
 
+@pytest.mark.parametrize(
+    ("args", "conv", "point"),
+    [
+        ({"conv_dim": "4", "conv_alpha": "1"}, 0.25, 2.0),
+        ({"conv_dim": "4"}, 0.25, 2.0),
+        ({"conv_dim": "None"}, 2.0, 2.0),
+        ({}, 2.0, 2.0),
+    ],
+)
+def test_B12_convolutions_have_an_alpha_of_their_own(
+    args: dict[str, str], conv: float, point: float, tmp_path: Path
+) -> None:
+    """kohya's network_alpha is for linear layers and for convolutions of one place."""
+    shapes = {"conv": (4, 4, 3, 3), "point": (4, 4, 1, 1), "linear": (4, 4)}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, (_, _, *kernel) in shapes.items():
+        tensors[f"{name}.lora_down.weight"] = full(4, 4, *kernel)
+        tensors[f"{name}.lora_up.weight"] = full(4, 4, *[1] * len(kernel), value=0.25)
+    base = base_of(tmp_path / "base", {f"{name}.weight": torch.zeros(s) for name, s in shapes.items()})
+    metadata = {"ss_network_module": "networks.lora", "ss_network_alpha": "8.0"}
+    lora = save(tmp_path / "x.safetensors", tensors, {**metadata, "ss_network_args": json.dumps(args)})
+    fused = fuse(base, lora)
+    for name, value in (("conv", conv), ("point", point), ("linear", 2.0)):
+        assert_filled(fused.tensors()[f"{name}.weight"], value)
+    assert verify(fused.out, base=base, loras=[lora]).findings == ()
+
+
 # B13
 
 
