@@ -68,10 +68,7 @@ def fill_gaps() -> None:
 
     What a library writes to number 2 would end in an output file.
     """
-    for name, mode in (
-        ("stdin", "r"),
-        ("stdout", "w"),
-        ("stderr", "w"),
-    ):  # the lowest free number comes first
+    # in the order of their numbers, as the lowest free one is taken
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115, PTH123

@@ -11,7 +11,17 @@ import math
 from dataclasses import replace
 
 from fuselora.kinds.factored import leading
-from fuselora.kinds.kind import MAGNITUDES, BadParts, Kind, Shape, Shapes, Suffix, all_elements, need
+from fuselora.kinds.kind import (
+    MAGNITUDES,
+    BadParts,
+    Kind,
+    Shape,
+    Shapes,
+    Suffix,
+    all_elements,
+    has_kernel,
+    need,
+)
 
 BLOCKS = tuple(f"up_{k}" for k in range(8))
 
@@ -43,7 +53,7 @@ def pair_shape(shapes: Shapes, base: Shape) -> Shape:
     up, down = shapes["up"], shapes["down"]
     if up[1:2] != down[:1]:
         raise BadParts(f"up {list(up)} and down {list(down)} disagree about the rank")
-    if _has_kernel(up) or ("mid" in shapes and _has_kernel(down)):
+    if has_kernel(up) or ("mid" in shapes and has_kernel(down)):
         text = f"a pair of shapes {list(up)} and {list(down)} is no linear pair and no convolution's"
         raise BadParts(text, "unsupported")
     if "mid" not in shapes:
@@ -52,10 +62,6 @@ def pair_shape(shapes: Shapes, base: Shape) -> Shape:
     if len(down) < 2 or mid[:2] != (down[0], down[0]):
         raise BadParts(f"the core lora_mid {list(mid)} does not fit the rank of down {list(down)}")
     return (up[0], down[1], *mid[2:])
-
-
-def _has_kernel(shape: Shape) -> bool:
-    return any(n != 1 for n in shape[2:])
 
 
 def pair_rank(shapes: Shapes) -> int | None:
