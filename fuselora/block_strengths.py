@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from fuselora.errors import Fault
+from fuselora.lora.grammar import spellings
 from fuselora.match import Hit, Matching, Skip, plain_name
 
 if TYPE_CHECKING:
@@ -37,9 +38,16 @@ def unused_blocks(matchings: Sequence[Matching], blocks: Sequence[BlockSpec]) ->
     for block in blocks:
         hits = [hit for m in matchings if blocks_for(m.assignment.component.name, [block]) for hit in m.hits]
         if not any(_means(block.glob, hit) for hit in hits):
-            where = f" of {block.component}" if block.component else ""
-            sample = f"There are modules like {plain_name(hits[0].module.name)}." if hits else None
-            yield Fault("unused_blocks", f"--blocks {block.glob} means no module{where}", hint=sample)
+            yield _unused(block, hits)
+
+
+def _unused(block: BlockSpec, hits: Sequence[Hit]) -> Fault:
+    if not hits:
+        text = f"--blocks {block.component}={block.glob}: no LoRA is for {block.component}"
+        return Fault("unused_blocks", text, hint="Name a component of the base that a LoRA was given for.")
+    where = f" of {block.component}" if block.component else ""
+    sample = f"There are modules like {plain_name(hits[0].module.name)}, in the base {hits[0].base_key}."
+    return Fault("unused_blocks", f"--blocks {block.glob} means no module{where}", hint=sample)
 
 
 def _factor(hit: Hit, blocks: Sequence[BlockSpec]) -> float:
@@ -57,6 +65,11 @@ def _last(hit: Hit, blocks: Sequence[BlockSpec]) -> BlockSpec | None:
 
 
 def _means(glob: str, hit: Hit) -> bool:
-    """By the LoRA's name or the base's; ``blocks.1`` is all of that block, and not of ``blocks.10``."""
-    names = (plain_name(hit.module.name), hit.base_key)
-    return any(fnmatchcase(name, glob) or fnmatchcase(name, f"{glob}.*") for name in names)
+    """By the LoRA's name, with its prefix or without, or the base's.
+
+    ``blocks.1`` is all of that block, and not of ``blocks.10``; ``blocks_1`` the same of flattened names.
+    """
+    readings = spellings(hit.module.name)
+    levels = ("", ".*", "_*") if readings[-1].flat else ("", ".*")
+    names = [hit.base_key, *(reading.name for reading in readings)]
+    return any(fnmatchcase(name, glob + below) for name in names for below in levels)

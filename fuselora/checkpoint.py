@@ -12,7 +12,8 @@ from pathlib import Path, PurePosixPath
 from typing import Literal, NoReturn
 
 from fuselora.errors import CheckpointError, InputError
-from fuselora.families import FAMILIES, Family, Layout
+from fuselora.families import Family, Layout
+from fuselora.families.recognition import families_of, family_of
 from fuselora.fields import NOT_IN_PATHS
 from fuselora.filenames import is_loadable, is_model_file
 from fuselora.header import Header, TensorInfo, read_header
@@ -122,11 +123,13 @@ def open_checkpoint(
     revision: str | None,
     variant: str | None,
     text_encoders: Collection[str] = (),
+    layout: Layout | None = None,
 ) -> Checkpoint:
     """Read the headers of a base.
 
     ``text_encoders`` are names of such, as keys or a marker have them: what they mean becomes components
-    of the checkpoint, and what is fused already stays one.
+    of the checkpoint, and what is fused already stays one. ``layout`` is told from the names where it is not
+    given.
 
     Raises ``CheckpointError`` for a folder that holds no model, an index at odds with its shards, or
     a choice that only the user can make; ``FormatError`` for a broken file; ``ReadError`` for one
@@ -151,11 +154,20 @@ def open_checkpoint(
         container=container,
         components=(*(_with_role(component, len(components), family) for component in components), *encoders),
         family=family,
-        layout=family.layout_of(names) if family else None,
+        layout=_said(layout, family, root) or (family.layout_of(names) if family else None),
         pipeline_class=pipeline_class,
         marker=marker,
         encoders=configs,
     )
+
+
+def _said(layout: Layout | None, family: Family | None, root: Path) -> Layout | None:
+    """The layout that the user says. Raises ``InputError`` for one that the family does not have."""
+    known = family.all_layouts if family else ()
+    if layout is not None and layout not in known:
+        what = f"the layouts of {family.name} are {', '.join(known)}" if family else "its family is not known"
+        raise InputError(f"{root}: {layout} is no layout of this base: {what}", path=str(root))
+    return layout
 
 
 def _encoder_configs(root: Path) -> dict[str, Config]:
@@ -321,8 +333,7 @@ def _prefix_of(shards: tuple[Header, ...]) -> str:
     """
     names = [tensor.name for shard in shards for tensor in shard.tensors]
     for prefix in KEY_PREFIXES:
-        under = [name[len(prefix) :] for name in names if name.startswith(prefix)]
-        if any(family.recognises(under) for family in FAMILIES):
+        if families_of(name[len(prefix) :] for name in names if name.startswith(prefix)):
             return prefix
     if any(name.startswith(KEY_PREFIXES[0]) for name in names):
         return KEY_PREFIXES[0]
@@ -330,8 +341,7 @@ def _prefix_of(shards: tuple[Header, ...]) -> str:
 
 
 def _family(components: Sequence[Component]) -> Family | None:
-    names = [name for component in components for name in component.model_shapes()]
-    return next((family for family in FAMILIES if family.recognises(names)), None)
+    return family_of({name: s for component in components for name, s in component.model_shapes().items()})
 
 
 def _with_role(component: Component, n_components: int, family: Family | None) -> Component:

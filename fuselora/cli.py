@@ -18,7 +18,7 @@ from fuselora import __version__
 from fuselora.errors import FuseloraError, UsageError
 from fuselora.interrupts import INTERRUPTED, Interrupts
 from fuselora.resources import enough
-from fuselora.specs import SHORT_NAMES, LoraSpec, Request, parse_alpha, parse_block, parse_lora
+from fuselora.specs import SHORT_NAMES, LoraSpec, Request, parse_alpha, parse_block, parse_layout, parse_lora
 from fuselora.streams import fill_gaps, tolerant, tolerate
 
 if TYPE_CHECKING:
@@ -114,6 +114,14 @@ Blocks = Annotated[
     list[str],
     typer.Option(metavar="[COMPONENT=]GLOB=S", help="Strength of modules times S, 0 for none; repeatable."),
 ]
+BaseLayout = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(metavar="LAYOUT", help="Layout of the base's names and rows, where they do not tell."),
+]
+LoraLayout = Annotated[
+    list[str],
+    typer.Option(metavar="[FILE=]LAYOUT", help="The same of a LoRA: native, diffusers; repeatable."),
+]
 Unmatched = Annotated[
     list[str], typer.Option(metavar="GLOB", help="LoRA modules that may stay unapplied; repeatable.")
 ]
@@ -198,6 +206,8 @@ def merge(
     skeleton: Skeleton = None,
     alpha: Alpha = [],  # noqa: B006
     blocks: Blocks = [],  # noqa: B006
+    base_layout: BaseLayout = None,
+    lora_layout: LoraLayout = [],  # noqa: B006
     allow_unmatched: Unmatched = [],  # noqa: B006
     strict: Strict = False,
     stack: Stack = False,
@@ -221,6 +231,7 @@ def merge(
             base=base, loras=_specs(lora or [], high, low), out=out, dtype=dtype.value, uniform=uniform,
             variant=variant, alphas=tuple(map(parse_alpha, alpha)),
             blocks=tuple(map(parse_block, blocks)), allow_unmatched=tuple(allow_unmatched),
+            base_layout=base_layout, lora_layouts=tuple(map(parse_layout, lora_layout)),
             strict=strict, stack=stack, device=device, kernel=kernel.value, jobs=jobs, assets=assets.value,
             overwrite=overwrite, restart=restart, digest=digest, revision=revision,
             layout=layout.value if layout else None, skeleton=skeleton,
@@ -241,6 +252,8 @@ def plan(
     skeleton: Skeleton = None,
     alpha: Alpha = [],  # noqa: B006
     blocks: Blocks = [],  # noqa: B006
+    base_layout: BaseLayout = None,
+    lora_layout: LoraLayout = [],  # noqa: B006
     allow_unmatched: Unmatched = [],  # noqa: B006
     strict: Strict = False,
     stack: Stack = False,
@@ -263,6 +276,7 @@ def plan(
             base=base, loras=_specs(lora or [], high, low), dtype=dtype.value, uniform=uniform,
             variant=variant, alphas=tuple(map(parse_alpha, alpha)),
             blocks=tuple(map(parse_block, blocks)), allow_unmatched=tuple(allow_unmatched),
+            base_layout=base_layout, lora_layouts=tuple(map(parse_layout, lora_layout)),
             strict=strict, stack=stack, device=device, kernel=kernel.value, jobs=jobs, content=content,
             revision=revision, layout=layout.value if layout else None, skeleton=skeleton, out=out,
         )  # fmt: skip

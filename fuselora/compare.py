@@ -123,7 +123,7 @@ class _Comparison:
                 findings.append(Finding("tensor", name, key, "is missing: the base has it"))
             elif key not in base:
                 findings.append(self._wrong("tensor", key, "is not in the base"))
-            elif self.placed[key].tensor.shape != base[key].shape:
+            elif self.placed[key].tensor.shape != self._shape(base[key]):
                 shapes = f"{list(self.placed[key].tensor.shape)}, in the base {list(base[key].shape)}"
                 findings.append(self._wrong("tensor", key, f"has the shape {shapes}"))
         if 2 * len(findings) > len(base):
@@ -204,8 +204,12 @@ class _Comparison:
     def _may_be_cast(self, tensor: TensorInfo) -> bool:
         return tensor.dtype in FUSABLE and tensor.name.startswith(self.base.prefix)
 
+    def _shape(self, tensor: TensorInfo) -> tuple[int, ...]:
+        """Of a base tensor in the output: its own, or what a LoRA makes it grow to."""
+        return max((d.wide for d in self.deltas.get(tensor.name, ()) if d.wide), default=tensor.shape)
+
     def _comparable(self, tensor: TensorInfo, placed: TensorInfo) -> bool:
-        return tensor.shape == placed.shape and (
+        return self._shape(tensor) == placed.shape and (
             tensor.dtype == placed.dtype or {tensor.dtype, placed.dtype} <= FUSABLE
         )
 

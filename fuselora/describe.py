@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from fuselora.check.folder import check
@@ -18,18 +16,17 @@ from fuselora.description import (
     FusedDescription,
     LoraDescription,
     Scale,
-    Target,
 )
 from fuselora.errors import CheckpointError, Fault, InputError
-from fuselora.families import FAMILIES
 from fuselora.header import bytes_by_dtype, dtype_name, read_header
-from fuselora.kinds import KINDS, BadParts, Kind
+from fuselora.kinds import KINDS
 from fuselora.kinds.kind import ALPHAS, has_kernel
 from fuselora.lora.adapter import component_of, open_adapter
 from fuselora.lora.config import config_of_metadata
 from fuselora.lora.grammar import UNFUSED, is_lora_key, parse_key, spellings, unfused_kind
 from fuselora.lora.sampling import sampling_of
 from fuselora.lora.scale import BadAlpha, resolve_alpha
+from fuselora.made_for import Names, delta_shape, names_for, target_of, unread_keys
 from fuselora.marker import COMPONENT_KEY, FILE_NAME, FINGERPRINT_KEY, read_marker
 from fuselora.match import plain_name
 from fuselora.resolve import resolve_base, resolve_lora
@@ -44,7 +41,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from fuselora.checkpoint import Checkpoint, Component
-    from fuselora.families import Family, Kin
     from fuselora.header import Header, TensorInfo
     from fuselora.lora.adapter import Adapter, Module
     from fuselora.lora.scale import Alpha
@@ -150,44 +146,19 @@ def _refuse_several_loras(folder: Path, cause: CheckpointError) -> None:
 # LoRAs ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """A LoRA's module names as a family reads them: prefix off, dots in place."""
-
-    family: Family | None
-
-    def plain(self, module: str) -> str:
-        reading = spellings(module)[-1]
-        dotted = self.family.renames.dotted(reading.name) if reading.flat and self.family else None
-        return dotted or reading.name
-
-    def deltas(self, adapter: Adapter) -> dict[str, tuple[int, ...]]:
-        """The base tensors that the LoRA speaks of and the shape of each delta, () where it has none."""
-        found: dict[str, tuple[int, ...]] = {}
-        for module in adapter.modules:
-            name = self.plain(module.name)
-            if not module.kinds:  # an alpha alone
-                found.setdefault(name + ".weight", ())
-            for kind in module.kinds:
-                found |= dict.fromkeys((name + leaf for leaf in kind.leaves), _shape(kind, module))
-        for key in _unread(adapter):
-            found.setdefault(self.plain(UNFUSED_ENDING.sub("", key)) + ".weight", ())
-        return found
-
-
 def _lora(path: Path) -> LoraDescription:
     adapter = open_adapter(resolve_lora(LoraSpec(str(path))))
     location, tensors = adapter.location, adapter.tensors
-    names = _names(adapter)
+    names = names_for(adapter)[0]
     scales, alpha_faults = _scales(adapter)
     parsed = [key for tensor in tensors if (key := parse_key(tensor.name))]
-    unfused = Counter(kind for key in _unread(adapter) if (kind := unfused_kind(key)))
+    unfused = Counter(kind for key in unread_keys(adapter) if (kind := unfused_kind(key)))
     said = (expert_in_name(name) for name in (adapter.name, _real(path).name))
     return LoraDescription(
         path=path,
         file=adapter.name,
         config=location.config.name if location.config else None,
-        target=_target(adapter, names),
+        target=target_of(adapter),
         dialects=Counter(module.dialect for module in adapter.modules),
         adapter_names=tuple(sorted({key.name for key in parsed if key.name})),
         prefixes=Counter(_prefix(module) for module in adapter.modules),
@@ -208,61 +179,11 @@ def _lora(path: Path) -> LoraDescription:
     )
 
 
-def _names(adapter: Adapter) -> _Names:
-    """Names as the family reads them that has at least one of them."""
-    for names in map(_Names, FAMILIES):
-        if names.family and names.family.recognises(names.deltas(adapter)):
-            return names
-    return _Names(None)
-
-
-def _target(adapter: Adapter, names: _Names) -> Target:
-    family = names.family
-    if family is None:
-        return Target()
-    deltas = names.deltas(adapter)
-    native = family.native_shapes(deltas)
-    kin = family.kin_of_deltas(native)
-    models = partial(_models, n_experts=2 if "transformer_2" in key_owners(adapter) else 1)
-    others = {rule.reason: models(family.kin_but_for(rule, native)) for rule in family.skips}
-    sizes = {measure.name: tuple(sorted(measure.of(native))) for measure in family.measures}
-    n_blocks = {one.blocks for one in kin}
-    return Target(
-        family=family.name,
-        layout=family.layout_of(deltas),
-        models=models(kin),
-        also={reason: found for reason, found in others.items() if found},
-        sizes={name: found for name, found in sizes.items() if found},
-        branches={branch.name: branch.is_in(native) for branch in family.branches},
-        blocks=tuple(sorted(family.block_numbers(native))),
-        n_blocks=n_blocks.pop() if len(n_blocks) == 1 else None,
-    )
-
-
-def _models(kin: Iterable[Kin], n_experts: int) -> tuple[str, ...]:
-    return tuple(model for one in kin for model in one.named(n_experts))
-
-
-def _unread(adapter: Adapter) -> Iterator[str]:
-    """Keys of kinds that are not fused yet, and keys that nobody knows."""
-    return (tensor.name for tensor in adapter.tensors if parse_key(tensor.name) is None)
-
-
 def _ranked(adapter: Adapter) -> Iterator[tuple[Module, int]]:
     """Modules that alpha / rank scales; those without a rank are among the faults."""
     for module in adapter.modules:
-        if module.rank and all(_shape(kind, module) for kind in module.kinds if kind.scaled):
+        if module.rank and all(delta_shape(kind, module) for kind in module.kinds if kind.scaled):
             yield module, module.rank
-
-
-def _shape(kind: Kind, module: Module) -> tuple[int, ...]:
-    """Of the module's delta; () where it has none, or the base's is needed to tell."""
-    if kind.lacks(module.parts):
-        return ()
-    try:
-        return kind.shape(module.shapes, ())
-    except BadParts:
-        return ()
 
 
 def _kinds(adapter: Adapter) -> dict[str, int]:
@@ -279,7 +200,7 @@ def _kinds(adapter: Adapter) -> dict[str, int]:
     }
 
 
-def _place(module: Module, names: _Names) -> str:
+def _place(module: Module, names: Names) -> str:
     """A diff_m's module is the whole block, so its place is named after the tensor."""
     leaf = ".modulation" if set(module.parts) == {"diff_m"} else ""
     return BLOCK_NUMBER.sub("*", names.plain(module.name) + leaf, count=1)
@@ -307,7 +228,7 @@ def _scales(adapter: Adapter) -> tuple[tuple[Scale, ...], tuple[Fault, ...]]:
 
 
 def _alpha(adapter: Adapter, module: Module, rank: int) -> Alpha:
-    conv = any(has_kernel(_shape(kind, module)) for kind in module.kinds)
+    conv = any(has_kernel(delta_shape(kind, module)) for kind in module.kinds)
     return resolve_alpha(
         plain_name(module.name),
         rank,

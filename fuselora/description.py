@@ -69,7 +69,8 @@ class Target:
     """What a LoRA can be for, told from its module names and delta shapes alone.
 
     ``models`` have room for all of it; ``also`` maps the reason that lets a group of its modules stay
-    out to the models that have room for the rest. ``sizes``: width, channels, as far as they show.
+    out to the models that have room for the rest. ``others``: families with the same names, and their models
+    that have room. ``sizes``: width, channels, as far as they show.
     ``branches``: the family's optional parts, and whether the LoRA has any of each. ``n_blocks``: the
     blocks of the models, None when these differ.
     """
@@ -78,6 +79,7 @@ class Target:
     layout: Layout | None = None
     models: tuple[str, ...] = ()
     also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    others: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     branches: Mapping[str, bool] = field(default_factory=dict)
     blocks: tuple[int, ...] = ()
@@ -89,6 +91,7 @@ class Target:
             "layout": self.layout,
             "models": list(self.models),
             "also": {reason: list(models) for reason, models in self.also.items()},
+            "others": {family: list(models) for family, models in self.others.items()},
             "sizes": {name: list(sizes) for name, sizes in self.sizes.items()},
             "branches": dict(self.branches),
             "blocks": {"covered": list(self.blocks), "of": self.n_blocks},
@@ -102,6 +105,8 @@ class Target:
         yield "could be for", " or ".join(self.models) or "no published model of this size"
         for reason, models in self.also.items():
             yield "or, in part, for", f"{' or '.join(models)}; left out: {reason}"
+        for family, models in self.others.items():
+            yield f"or, of {family}, for", " or ".join(models)
         if self.sizes:
             yield "sizes", ", ".join(f"{name} {_some(sizes)}" for name, sizes in self.sizes.items())
         yield "blocks", self.blocks_text

@@ -28,7 +28,8 @@ SLACK = 2.0**-20  # how far a float32 sum may be off, relative to the sum of all
 EXPONENT_BITS = 0x7FF0_0000_0000_0000  # of a float64
 
 Rows = Callable[[int, int], torch.Tensor]
-Term = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
+Pair = tuple[torch.Tensor, torch.Tensor]  # values, and their magnitudes
+Term = Callable[[int, int], Pair]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +61,28 @@ def measure(base: Stored, out: Stored, deltas: Sequence[Delta], advance: Callabl
     """``out`` against base + deltas, in slabs of rows; ``advance`` is told the bytes of the base read."""
     distance = Distance()
     with ExitStack() as files:
-        shape, weight = _rows(files, base)
-        _, result = _rows(files, out)
+        _, weight = _rows(files, base)
+        shape, result = _rows(files, out)
         terms = [_term(files, base, delta) for delta in deltas]
         for first, last in slabs(shape):
             stored = weight(first, last)
-            exact = stored.double()
+            wanted = [last - first, *shape[1:]] if shape else shape
+            exact = _in_shape(stored.double(), wanted)
             size = exact.abs()
             for term in terms:
-                value, magnitude = term(first, last)
-                exact, size = exact + value.reshape(exact.shape), size + magnitude.reshape(size.shape)
+                value, magnitude = (_in_shape(found, wanted) for found in term(first, last))
+                exact, size = exact + value, size + magnitude
             distance += compare(result(first, last), exact, SLACK * size)
             advance(stored.numel() * stored.element_size())
     return distance
+
+
+def _in_shape(rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Rows in a tensor's own shape, with zeros behind them where it has more columns."""
+    if len(shape) == 2 and rows.numel() < math.prod(shape):
+        rows = rows.reshape(shape[0], -1)
+        return torch.nn.functional.pad(rows, (0, shape[1] - rows.shape[1]))
+    return rows.reshape(*shape)
 
 
 def compare(stored: torch.Tensor, exact: torch.Tensor, slack: torch.Tensor) -> Distance:
@@ -141,6 +151,8 @@ def _term(files: ExitStack, base: Stored, delta: Delta) -> Term:
     Pairs, differences and replacements are read slab by slab, other kinds are computed whole: two float64
     tensors of the base's shape stay until the tensor is done.
     """
+    if delta.rows:
+        return _moved_term(files, base, delta)
     if delta.kind.name == "pair" and delta.factors.keys() == {"up", "down"}:
         return _pair_term(files, delta)
     if len(delta.factors) == 1 and delta.kind.name in ALONE:
@@ -153,7 +165,7 @@ def _pair_term(files: ExitStack, delta: Delta) -> Term:
     (rank, *_), right = _rows(files, delta.factors["down"])
     scale, down = delta.ratio * delta.strength, right(0, rank).double().reshape(rank, -1)
 
-    def product(first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def product(first: int, last: int) -> Pair:
         up = left(first, last).double().reshape(last - first, rank)
         return scale * (up @ down), abs(scale) * (up.abs() @ down.abs())
 
@@ -166,7 +178,7 @@ def _lone_term(files: ExitStack, base: Stored, delta: Delta) -> Term:
     (_, part), (_, weight) = _rows(files, factor), _rows(files, base)
     replaces = moves(delta.kind.name, delta.factors)
 
-    def alone(first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def alone(first: int, last: int) -> Pair:
         value = part(first, last).double()
         if not replaces:
             value = delta.ratio * delta.strength * value
@@ -178,14 +190,50 @@ def _lone_term(files: ExitStack, base: Stored, delta: Delta) -> Term:
 
 
 def _whole_term(base: Stored, delta: Delta) -> Term:
-    parts, weight = {part: _whole(stored) for part, stored in delta.factors.items()}, _whole(base)
+    value, size = _computed(_whole(base), delta)
+    return lambda first, last: (value[first:last], size[first:last])
+
+
+def _moved_term(files: ExitStack, base: Stored, delta: Delta) -> Term:
+    """A delta that was made for a layer of which the base has some rows, or has them in another order."""
+    shape, _ = _rows(files, base)
+    theirs = torch.full((shape[0],), -1)
+    for first, other, n in delta.rows:
+        theirs[first : first + n] = torch.arange(other, other + n)
+    if delta.kind.name == "pair" and delta.factors.keys() == {"up", "down"}:
+        up = _whole(delta.factors["up"]).flatten(1)
+        down = _whole(delta.factors["down"]).flatten(1)
+        scale, sizes = delta.ratio * delta.strength, (up.abs(), down.abs())
+        return _picked(theirs, lambda rows: (scale * up[rows] @ down, abs(scale) * sizes[0][rows] @ sizes[1]))
+    there, weight = theirs >= 0, _whole(base)
+    layer = torch.zeros(delta.shape, dtype=torch.float64)
+    layer[theirs[there]] = weight[there]
+    value, size = _computed(layer, delta)
+    return _picked(theirs, lambda rows: (value[rows].flatten(1), size[rows].flatten(1)))
+
+
+def _picked(theirs: torch.Tensor, rows_of: Callable[[torch.Tensor], Pair]) -> Term:
+    """Of each row of the base the delta's row ``theirs``, zero where that is below zero."""
+
+    def rows(first: int, last: int) -> Pair:
+        wanted = theirs[first:last]
+        there = wanted >= 0
+        value, size = rows_of(wanted.clamp(min=0))
+        return torch.where(there[:, None], value, 0.0), torch.where(there[:, None], size, 0.0)
+
+    return rows
+
+
+def _computed(weight: torch.Tensor, delta: Delta) -> Pair:
+    """What is added to a whole layer, and its magnitude."""
+    parts = {part: _whole(stored) for part, stored in delta.factors.items()}
     if moves(delta.kind.name, parts):
         new = changed(delta.kind.name, parts, weight, delta.ratio, delta.settings)
         value, size = delta.strength * (new.value - weight), abs(delta.strength) * (new.size + weight.abs())
     else:
         added, scale = difference(delta.kind.name, parts, weight), delta.ratio * delta.strength
         value, size = scale * added.value, abs(scale) * added.size
-    return lambda first, last: (value[first:last], size[first:last])
+    return value, size
 
 
 def _whole(stored: Stored) -> torch.Tensor:

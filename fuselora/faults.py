@@ -11,23 +11,21 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from fuselora.block_strengths import unused_blocks, with_blocks
-from fuselora.digest import read_range
 from fuselora.errors import Fault, Notice
-from fuselora.kinds.kind import ALPHAS, MAGNITUDES, has_kernel
+from fuselora.kinds.kind import has_kernel
 from fuselora.kinds.lokr import misread_by_peft
 from fuselora.lora.adapter import NUMBERS
 from fuselora.lora.config import SAME_ALPHA, AdapterConfig, config_of_metadata
 from fuselora.lora.grammar import spellings
 from fuselora.lora.scale import BadAlpha, resolve_alpha
-from fuselora.match import FUSABLE, Hit, Matching, Skip, Unmatched, module_glob, name_table, plain_name
-from fuselora.reading import reading
-from fuselora.targets import named_component
-from fuselora.text_encoders import MEANINGS
+from fuselora.match import FUSABLE, Hit, Matching, plain_name
+from fuselora.misses import miss_faults, with_misses_settled
+from fuselora.name_table import name_table
+from fuselora.widening import widening_faults, widening_notices
 
 if TYPE_CHECKING:
     from fuselora.checkpoint import Checkpoint, Component
-    from fuselora.header import TensorInfo
-    from fuselora.lora.adapter import Adapter, Module
+    from fuselora.lora.adapter import Adapter
     from fuselora.specs import AlphaSpec, Request
 
 FACTOR_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
@@ -37,8 +35,6 @@ QUANTISED_SIBLINGS = ("absmax", "quant_map", "nested_absmax", "quant_state.bitsa
 PACKED_LEAVES = (".qweight", ".weight_packed")
 TASKS = re.compile(r"(?<![a-z])[ti]2v(?![a-z])", re.IGNORECASE)
 FLOAT32_MAX = 3.4028234663852886e38
-ZERO_VALUED = "all of its values are zero"
-ALLOWED = "allowed to stay unmatched"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,37 +49,34 @@ class Checked:
 def check(checkpoint: Checkpoint, matchings: Sequence[Matching], request: Request) -> Checked:
     """All faults that need no weights: fused or packed bases, alphas, misses, dtypes, zero matches."""
     faults = list(_fused_faults(checkpoint, request))
+    models = _models_of(checkpoint)
     notices = [*_base_notices(checkpoint, request), *_task_notices(checkpoint, matchings)]
     checked: list[Matching] = []
     for matching in matchings:
         weighed = with_blocks(matching, request.blocks)
         scaled, alpha_faults = _with_alphas(weighed, request.alphas)
-        settled = _with_misses_settled(scaled, request)
+        settled = with_misses_settled(scaled, request)
         checked.append(settled)
         packed = list(_packed_faults(settled, checkpoint))
-        faults += [*matching.faults, *alpha_faults, *(packed or _miss_faults(settled, request))]
+        faults += [*matching.faults, *alpha_faults, *(packed or _missed(settled, request, models, matchings))]
         faults += [*_dtype_faults(settled), *_quantised_faults(settled), *_scale_faults(settled)]
         faults += _peft_faults(settled)
         notices += [*matching.notices, *_metadata_notices(settled), *_skip_notices(settled)]
         notices += [*_full_factor_notices(settled), *_replacement_notices(settled)]
+        notices += _no_effect_notices(settled)
+    faults += widening_faults(checked)
+    notices += widening_notices(checked)
     faults += [*_unused_alphas(checked, request.alphas), *unused_blocks(matchings, request.blocks)]
     return Checked(tuple(checked), tuple(faults), tuple(notices))
 
 
-def is_zero(adapter: Adapter, module: Module) -> bool:
-    """Whether it changes nothing, all values but alpha being zero; reads up to the first byte that is not."""
-    if not all(kind.is_nothing(frozenset(kind.parts)) for kind in module.kinds):
-        return False
-    if not MAGNITUDES.isdisjoint(module.parts):
-        return False
-    return all(_holds_zeros(adapter, t) for part, t in module.parts.items() if part not in ALPHAS)
-
-
-def _holds_zeros(adapter: Adapter, tensor: TensorInfo) -> bool:
-    header = adapter.homes[tensor.name]
-    with reading(header.path), header.path.open("rb") as stream:
-        start = header.data_start + tensor.start
-        return all(b.count(0) == len(b) for b in read_range(stream, start, tensor.n_bytes))
+def _missed(
+    settled: Matching, request: Request, models: Sequence[str], matchings: Sequence[Matching]
+) -> Iterator[Fault]:
+    order, component = settled.assignment.order, settled.assignment.component.name
+    others = (m.assignment for m in matchings if m.hits)
+    elsewhere = any(a.order == order and a.component.name != component for a in others)
+    return miss_faults(settled, request, models, elsewhere=elsewhere)
 
 
 def _fused_faults(checkpoint: Checkpoint, request: Request) -> Iterator[Fault]:
@@ -212,6 +205,14 @@ def _replacement_notices(matching: Matching) -> Iterator[Notice]:
         yield Notice("replace_strength", text, {"lora": name, "modules": len(mixed)})
 
 
+def _no_effect_notices(matching: Matching) -> Iterator[Notice]:
+    """A LoRA is listed in the marker whatever its strength."""
+    if matching.hits and all(hit.scale(matching.assignment.strength) == 0 for hit in matching.hits):
+        name = matching.assignment.adapter.name
+        text = f"{name}: adds nothing to {matching.assignment.component.name}, as its strength is 0"
+        yield Notice("no_effect", text, {"lora": name, "component": matching.assignment.component.name})
+
+
 def _option_for(adapter: Adapter, options: Sequence[AlphaSpec]) -> AlphaSpec | None:
     """The ``--alpha`` that names this file, else the one for all files."""
     names = (adapter.location.spec.source, adapter.name)
@@ -230,61 +231,6 @@ def _unused_alphas(matchings: Sequence[Matching], options: Sequence[AlphaSpec]) 
             yield Fault(
                 "unused_alpha", text, hint="Every module stores its own alpha, or no such LoRA was given."
             )
-
-
-def _with_misses_settled(matching: Matching, request: Request) -> Matching:
-    """Unmatched modules that are allowed or all zero become skips; the rest stay unmatched."""
-    adapter = matching.assignment.adapter
-    skipped: list[Skip] = list(matching.skipped)
-    unmatched: list[Unmatched] = []
-    for miss in matching.unmatched:
-        if any(module_glob(miss.module.name, glob) for glob in request.allow_unmatched):
-            skipped.append(Skip(miss.module, ALLOWED))
-        elif is_zero(adapter, miss.module):
-            skipped.append(Skip(miss.module, ZERO_VALUED))
-        else:
-            unmatched.append(miss)
-    return replace(matching, skipped=tuple(skipped), unmatched=tuple(unmatched))
-
-
-def _miss_faults(matching: Matching, request: Request) -> Iterator[Fault]:
-    adapter = matching.assignment.adapter
-    missed = [*matching.unmatched, *matching.skipped]
-    if not matching.hits and not matching.faults and not any(skip.asked for skip in matching.skipped):
-        yield _nothing_matched(matching, len(missed) or len(adapter.modules))
-        return
-    for miss in matching.unmatched:
-        name = miss.module.name
-        why = f" ({miss.likely})" if miss.likely else ""
-        yield Fault("unmatched", f"{name} has no home in {matching.assignment.component.name}{why}",
-                    path=adapter.name, key=name, hint=_miss_hint(matching))  # fmt: skip
-    if request.strict:
-        for skip in (skip for skip in matching.skipped if not skip.asked):
-            text = f"{skip.module.name} stays unapplied: {skip.reason}"
-            yield Fault(
-                "strict", text, path=adapter.name, key=skip.module.name, hint="--strict allows no skips."
-            )
-
-
-def _nothing_matched(matching: Matching, n_modules: int) -> Fault:
-    component, adapter = matching.assignment.component, matching.assignment.adapter
-    lora_key = adapter.tensors[0].name
-    base_key = next(iter(component.tensors()), "nothing")
-    likely = {miss.likely or "it was made for another architecture" for miss in matching.unmatched}
-    why = likely.pop() if len(likely) == 1 else "it was made for another architecture"
-    text = f"0 of {n_modules} modules match {component.name}: {why}"
-    samples = f"The LoRA has keys like {lora_key}; the base has keys like {base_key}."
-    return Fault("no_match", text, path=adapter.name, key=lora_key, hint=samples)
-
-
-def _miss_hint(matching: Matching) -> str:
-    """What the base has; the text encoders that it has not are named as keys spell them."""
-    base_key = next(iter(matching.assignment.component.tensors()), "nothing")
-    named = {named_component(miss.module.name) for miss in matching.unmatched}
-    lacking = " and ".join(sorted(name for name in named if name and name in MEANINGS))
-    whole = f"For {lacking} fuse into a pipeline that has it. " if lacking else ""
-    allow = "Name the modules that may stay unapplied with --allow-unmatched GLOB."
-    return f"The base has keys like {base_key}. {whole}{allow}"
 
 
 def _scale_faults(matching: Matching) -> Iterator[Fault]:
@@ -334,9 +280,10 @@ def _packed_faults(matching: Matching, checkpoint: Checkpoint) -> Iterator[Fault
     table = name_table(component, checkpoint.family, checkpoint.layout)
     for miss in matching.unmatched:
         readings = [(s, leaf) for s in spellings(miss.module.name) for leaf in PACKED_LEAVES]
-        keys = [key for reading in readings for found in table.find(*reading) for key in found]
-        if keys:
-            yield _quantised(component, keys[0], component.tensors()[keys[0]].dtype, "quantised")
+        found = [homes for reading in readings for homes in table.find(*reading).values()]
+        if found:
+            key = found[0][0].places[0].base_key
+            yield _quantised(component, key, component.tensors()[key].dtype, "quantised")
 
 
 def _quantised(component: Component, base_key: str, dtype: str, what: str) -> Fault:
@@ -353,12 +300,11 @@ def _metadata_notices(matching: Matching) -> Iterator[Notice]:
     """Alpha tensors win over metadata; the user hears of it when the two disagree."""
     adapter = matching.assignment.adapter
     config = _quiet_config(adapter.metadata, matching.assignment.component.name)
-    shapes = {name: tensor.shape for name, tensor in matching.assignment.component.tensors().items()}
     odd = {
         hit.alpha.value
         for hit in matching.hits
         if config and hit.alpha and hit.alpha.source in ("tensor", "rs_lora")
-        if not _agrees(config, hit, conv=has_kernel(shapes[hit.base_key]))
+        if not _agrees(config, hit, conv=has_kernel(hit.shape))
     }
     if config is not None and odd:
         values = ", ".join(f"{alpha:g}" for alpha in sorted(odd))

@@ -11,7 +11,7 @@ import re
 import stat
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -66,7 +66,10 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class ComponentRecord:
-    """One component that LoRAs could target: its weight files, and how many of its tensors were fused."""
+    """One component that LoRAs could target: its weight files, and how many of its tensors were fused.
+
+    ``widths`` are the fields of config.json that grew with a tensor.
+    """
 
     name: str
     role: str | None
@@ -75,6 +78,7 @@ class ComponentRecord:
     n_tensors: int
     fused: int
     files: tuple[FileRecord, ...]
+    widths: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,13 @@ class Marker:
         """The layout that the base was converted to; None where names are the base's."""
         converted = self.raw.get("layout")
         return converted if isinstance(converted, str) else None
+
+    @property
+    def base_layout(self) -> str | None:
+        """The layout of the base's names; None where its family has none or it is not known."""
+        base = self.raw.get("base")
+        layout = base.get("layout") if isinstance(base, Mapping) else None
+        return layout if isinstance(layout, str) else None
 
     @property
     def serving(self) -> Mapping[str, int | float | str]:
@@ -277,7 +288,16 @@ def _component(name: str, entry: Fields) -> ComponentRecord:
         n_tensors=entry.count("tensors"),
         fused=entry.count("fused"),
         files=tuple(_weight_file(item) for item in entry.items("files", at_least=1)),
+        widths=dict(map(_width, entry.items("widened"))) if "widened" in entry.values else {},
     )
+
+
+def _width(entry: Fields) -> tuple[str, int]:
+    """The field of config.json that counts a grown tensor's columns, and how many there are."""
+    shape = entry.values.get("to")
+    if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int for n in shape):
+        entry.refuse("to", "a shape of two numbers")
+    return entry.text("field"), shape[1]
 
 
 def _weight_file(entry: Fields) -> FileRecord:

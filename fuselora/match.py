@@ -7,28 +7,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import product
 
 from fuselora.checkpoint import Component
 from fuselora.errors import Fault, Notice
 from fuselora.families import Family, Layout, SkipRule
+from fuselora.families.runs import Runs
 from fuselora.header import TensorInfo
 from fuselora.kinds import BadParts, Kind, Part, fits
-from fuselora.kinds.dora import check_magnitude
+from fuselora.kinds.dora import by_columns, check_magnitude
 from fuselora.kinds.experts import PAIR, PARTS, fits_parameter, of_parameter
 from fuselora.kinds.kind import ALPHAS, MAGNITUDES
 from fuselora.kinds.settings import owner
 from fuselora.lora.adapter import Module
 from fuselora.lora.grammar import Spelling, spellings
 from fuselora.lora.scale import Alpha
+from fuselora.name_table import Home, NameTable, flatten, name_table
 from fuselora.targets import Assignment, named_component
 from fuselora.text_encoders import MEANINGS, ties_head
+from fuselora.widening import widened
 
 FUSABLE = frozenset({"F32", "BF16", "F16"})
-# transformers has had CLIPTextModel with and without text_model, Qwen with and without language_model
-LEVELS = re.compile(r"^(?:(?:text_model|language_model|model)[._])+")
 HEAD = re.compile(r"(?:^|[._])lm_head$")
 TIED = "the head is tied to the embedding (tie_word_embeddings in config.json): it has no weight of its own"
 
@@ -37,12 +38,17 @@ TIED = "the head is tied to the embedding (tie_word_embeddings in config.json): 
 class Hit:
     """One delta on one base tensor.
 
-    ``alpha`` is set by ``faults``, for kinds that have a rank; ``block`` is the factor of ``--blocks``.
+    ``rows``: where the base's rows are among the delta's, whose layout's tensor has another ``shape``; empty
+    if all are, in order. ``wide`` is the shape that the base tensor grows to, None if it stays. ``alpha`` is
+    set by ``faults``, for kinds that have a rank; ``block`` is the factor of ``--blocks``.
     """
 
     base_key: str
     module: Module
     kind: Kind
+    shape: tuple[int, ...]
+    rows: Runs = ()
+    wide: tuple[int, ...] | None = None
     alpha: Alpha | None = None
     block: float = 1.0
 
@@ -113,58 +119,14 @@ class Matching:
     notices: tuple[Notice, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class NameTable:
-    """A component's tensors by every name they go by: the base's ``own``, and the family's ``other`` ones.
-
-    ``bare`` and ``flat_bare`` are a text encoder's names without the levels that some versions have.
-    """
-
-    own: Mapping[str, str]
-    other: Mapping[str, str]
-    flat_own: Mapping[str, tuple[str, ...]]
-    flat_other: Mapping[str, tuple[str, ...]]
-    bare: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    flat_bare: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-    def find(self, spelling: Spelling, leaf: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Base keys called this in the base's own layout, and in the other one."""
-        if spelling.flat:
-            flat = _flatten(spelling.name) + leaf
-            return self.flat_own.get(flat, ()), self.flat_other.get(flat, ())
-        name = spelling.name + leaf
-        return _as_tuple(self.own.get(name)), _as_tuple(self.other.get(name))
-
-    def find_bare(self, spelling: Spelling, leaf: str) -> tuple[str, ...]:
-        """Base keys called this but for levels that only one of the two has."""
-        name = without_levels(spelling.name)
-        if spelling.flat:
-            return self.flat_bare.get(_flatten(name) + leaf, ())
-        return self.bare.get(name + leaf, ())
-
-
-def name_table(component: Component, family: Family | None, layout: Layout | None) -> NameTable:
-    """All names of a component's tensors: its own, and those of the family's other layout."""
-    own = {name: component.prefix + name for name in component.model_shapes()}
-    if component.is_text_encoder:
-        return NameTable(own, {}, _flattened(own), {}, *_without_levels(own))
-    other: dict[str, str] = {}
-    if family and layout:
-        opposite: Layout = "diffusers" if layout == "native" else "native"
-        for name, base_key in own.items():
-            translated = family.translate(name, opposite)
-            if translated != name:
-                other[translated] = base_key
-    return NameTable(own, other, _flattened(own), _flattened(other))
-
-
 def match(assignment: Assignment, family: Family | None, layout: Layout | None) -> Matching:
     """Find every module's tensors. Shapes are checked exactly; nothing is reshaped or broadcast."""
     family = None if assignment.component.is_text_encoder else family
     table = name_table(assignment.component, family, layout)
     modules = assignment.modules
-    same_layout = _votes(table, assignment)
-    search = _Search(assignment, table, same_layout, assignment.component.tensors())
+    if unknown := _unknown_layout(assignment, family):
+        return Matching(assignment, (), (), (), (unknown,), ())
+    search = _Search(assignment, table, _lora_layouts(table, assignment, family))
     hits: list[Hit] = []
     faults: list[Fault] = []
     homeless: list[Module] = []
@@ -175,6 +137,7 @@ def match(assignment: Assignment, family: Family | None, layout: Layout | None) 
         if not found and not wrong and not module.parts.keys() <= ALPHAS:
             homeless.append(module)
     skipped, unmatched = _explain(homeless, assignment.component, family)
+    hits = [widened(hit, assignment.component, family, layout) for hit in hits]
     faults += _shape_faults(assignment, hits) + _double_faults(assignment, hits)
     notices = tuple(_orphan_notices(assignment, modules))
     return Matching(assignment, tuple(hits), skipped, unmatched, tuple(faults), notices)
@@ -192,12 +155,11 @@ def plain_name(module: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """Looks one module up at a time; ``same_layout`` decides names that both layouts use."""
+    """Looks one module up at a time; ``layouts`` decide names that stand for different tensors, in order."""
 
     assignment: Assignment
     table: NameTable
-    same_layout: bool | None
-    shapes: Mapping[str, TensorInfo]
+    layouts: tuple[Layout, ...]
 
     def module(self, module: Module) -> tuple[list[Hit], list[Fault]]:
         if self._is_tied_head(module):
@@ -210,12 +172,13 @@ class _Search:
         for kind in module.kinds:
             if kind.lacks(module.parts):
                 continue  # the adapter has said so
-            keys = self._base_keys(module, kind.leaves)
-            if len(keys) == 1:
-                if kind.applies(module.settings, module.shapes, self.shapes[keys[0]].shape):
-                    hits.append(Hit(keys[0], module, kind))
-            elif keys:
-                faults.append(self._fault("ambiguous", module, f"could be {' or '.join(keys)}"))
+            homes = self._homes(module, kind.leaves)
+            if len(homes) == 1:
+                if kind.applies(module.settings, module.shapes, homes[0].shape):
+                    hits += _hits(homes[0], module, kind)
+            elif homes:
+                text = f"could be {' or '.join(map(str, homes))}"
+                faults.append(self._fault("ambiguous", module, text, self._layouts_hint(module, kind)))
             elif not kind.if_there:
                 missing.append(kind)
         if missing and (hits or self._weight_exists(module)):
@@ -225,71 +188,63 @@ class _Search:
             ]
         return hits, faults
 
-    def _parameters(self, module: Module) -> dict[str, Module]:
-        """Base keys that the configuration's targets can mean, and the module named after each."""
+    def _parameters(self, module: Module) -> dict[Home, Module]:
+        """What the configuration's targets can mean in the base, and the module named after each."""
         name = owner(module.name)
         named = [replace(module, name=name + leaf) for leaf in module.settings.parameters]
-        return {key: found for found in named for key in self._base_keys(found, ("",))}
+        return {home: found for found in named for home in self._homes(found, ("",))}
 
-    def _on_parameter(self, module: Module, keys: Mapping[str, Module]) -> tuple[list[Hit], list[Fault]]:
+    def _on_parameter(self, module: Module, homes: Mapping[Home, Module]) -> tuple[list[Hit], list[Fault]]:
         """PEFT's key does not say which parameter is meant: the only one, or the only one that fits."""
         if extra := sorted(module.parts.keys() - PARTS):
             text = f"{' and '.join(extra)} beside a pair of a parameter (target_parameters)"
             return [], [self._fault("unsupported", module, f"{text} is not fused")]
-        shapes = {key: self.shapes[key].shape for key in keys}
-        fitting = [key for key, shape in shapes.items() if fits_parameter(module.shapes, shape)]
-        if len(keys) > 1 and len(fitting) != 1:
-            listed = " or ".join(f"{key} {list(shapes[key])}" for key in fitting or keys)
+        fitting = [home for home in homes if fits_parameter(module.shapes, home.shape)]
+        if len(homes) > 1 and len(fitting) != 1:
+            listed = " or ".join(f"{home} {list(home.shape)}" for home in fitting or homes)
             text = f"its shapes do not tell whether it is for {listed}"
             return [], [self._fault("ambiguous", module, text)]
-        (key,) = fitting if fitting else keys
-        found = of_parameter(keys[key].settings, module.shapes, shapes[key])
-        meant = replace(keys[key], settings=found)
-        return [Hit(key, meant, kind) for kind in meant.kinds], []
+        (home,) = fitting if fitting else homes
+        meant = homes[home]
+        meant = replace(meant, settings=of_parameter(meant.settings, module.shapes, home.shape))
+        return [hit for kind in meant.kinds for hit in _hits(home, meant, kind)], []
 
-    def _base_keys(self, module: Module, leaves: Sequence[str]) -> tuple[str, ...]:
+    def _homes(self, module: Module, leaves: Sequence[str]) -> tuple[Home, ...]:
         readings = _readings(module, self.assignment.component)
         for leaf, find in product(leaves, (self._choose, self.table.find_bare)):
-            found = dict.fromkeys(key for reading in readings for key in find(reading, leaf))
+            found = dict.fromkeys(home for reading in readings for home in find(reading, leaf))
             if found:
                 return tuple(found)
         return ()
+
+    def _choose(self, reading: Spelling, leaf: str) -> tuple[Home, ...]:
+        found = self.table.find(reading, leaf)
+        if preferred := next((layout for layout in self.layouts if layout in found), None):
+            return found[preferred]
+        return tuple(dict.fromkeys(home for homes in found.values() for home in homes))
+
+    def _layouts_hint(self, module: Module, kind: Kind) -> str | None:
+        """The option that decides, where layouts disagree about the name."""
+        readings = _readings(module, self.assignment.component)
+        found = {
+            layout
+            for reading, leaf in product(readings, kind.leaves)
+            for layout in self.table.find(reading, leaf)
+        }
+        if len(found) < 2:
+            return None
+        return f"Say which layout its names are in with --lora-layout: {' or '.join(sorted(found))}."
 
     def _is_tied_head(self, module: Module) -> bool:
         is_head = HEAD.search(plain_name(module.name)) is not None
         return is_head and ties_head(self.assignment.component.config)
 
-    def _choose(self, spelling: Spelling, leaf: str) -> tuple[str, ...]:
-        own, other = self.table.find(spelling, leaf)
-        if own and other and self.same_layout is not None:
-            return own if self.same_layout else other
-        return (*own, *other)
-
     def _weight_exists(self, module: Module) -> bool:
-        return bool(self._base_keys(module, (".weight",)))
+        return bool(self._homes(module, (".weight",)))
 
     def _fault(self, kind: str, module: Module, what: str, hint: str | None = None) -> Fault:
         name = module.name
         return Fault(kind, f"{name}: {what}", path=self.assignment.adapter.name, key=name, hint=hint)
-
-
-def without_levels(name: str) -> str:
-    """A text encoder's name without the levels that some versions of its class have around the model."""
-    return LEVELS.sub("", name)
-
-
-def _without_levels(
-    own: Mapping[str, str],
-) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:
-    """Names without those levels -> base keys, dotted and flattened."""
-    bare: dict[str, tuple[str, ...]] = {}
-    flat: dict[str, tuple[str, ...]] = {}
-    for name, base_key in own.items():
-        short = without_levels(name)
-        bare[short] = (*bare.get(short, ()), base_key)
-        for flattened in _flattened({short: base_key}):
-            flat[flattened] = (*flat.get(flattened, ()), base_key)
-    return bare, flat
 
 
 def _readings(module: Module, component: Component) -> tuple[Spelling, ...]:
@@ -300,21 +255,43 @@ def _readings(module: Module, component: Component) -> tuple[Spelling, ...]:
     return tuple(reading for reading in readings if reading.component not in MEANINGS)
 
 
-def _votes(table: NameTable, assignment: Assignment) -> bool | None:
-    """Whether the LoRA is spelled as the base is, by names that one layout alone uses.
+def _hits(home: Home, module: Module, kind: Kind) -> list[Hit]:
+    return [Hit(place.base_key, module, kind, home.shape, place.rows) for place in home.places]
 
-    None when no name tells, and when some say the one and some the other: a name that both layouts
-    use is then ambiguous.
+
+def _unknown_layout(assignment: Assignment, family: Family | None) -> Fault | None:
+    """A layout that the user said and the base's family does not have."""
+    said = assignment.adapter.location.spec.layout
+    if said is None or (family and said in family.all_layouts):
+        return None
+    known = f"{family.name}: {', '.join(family.all_layouts)}" if family else "a base of no known family"
+    return Fault("layout", f"{said} is no layout of {known}", path=assignment.adapter.name)
+
+
+def _lora_layouts(table: NameTable, assignment: Assignment, family: Family | None) -> tuple[Layout, ...]:
+    """The layouts that a LoRA can be spelled in, the likeliest first.
+
+    As the user says, by names of one layout alone, and by a sign. Where none of them has a name that other
+    layouts use for different tensors, that is ambiguous: names of several layouts, say, in one file.
     """
-    renamed = frozenset(table.other.values())
-    same = different = False
+    if family is None:
+        return ()
+    if said := assignment.adapter.location.spec.layout:
+        return (said,)
+    signed = family.layout_of_keys(tensor.name for tensor in assignment.adapter.tensors)
+    voted = _voted(table, assignment)
+    return tuple(layout for layout in (voted, signed) if layout)
+
+
+def _voted(table: NameTable, assignment: Assignment) -> Layout | None:
+    """The layout that alone has some of the names; None when none has, or several have."""
+    votes: set[Layout] = set()
     for module in assignment.modules:
-        for spelling in _readings(module, assignment.component):
+        for reading in _readings(module, assignment.component):
             for leaf in (".weight", ".bias"):
-                own, other = table.find(spelling, leaf)
-                same |= not other and not renamed.isdisjoint(own)
-                different |= bool(other) and not own
-    return None if same == different else same
+                found = table.find(reading, leaf)
+                votes |= found.keys() if len(found) == 1 else set()
+    return votes.pop() if len(votes) == 1 else None
 
 
 def _explain(
@@ -323,7 +300,7 @@ def _explain(
     """Sort modules without a home into the family's harmless ones and the rest."""
     if family is None:
         return (), tuple(Unmatched(module, _for_encoder(module, component)) for module in homeless)
-    shapes = family.native_shapes(component.model_shapes())
+    shapes = family.canonical_shapes(component.model_shapes())
     skipped, unmatched = [], []
     for module in homeless:
         rule = _skip_rule(module, family)
@@ -345,8 +322,9 @@ def _for_encoder(module: Module, component: Component) -> str | None:
 def _skip_rule(module: Module, family: Family) -> SkipRule | None:
     """The rule that speaks of a module, in whichever layout it is spelled."""
     readings = spellings(module.name)
-    names = {name for s in readings for name in (s.name, family.translate(s.name, "native"))}
-    flat = {_flatten(s.name) for s in readings if s.flat}
+    layouts = family.all_layouts
+    names = {family.canonical_name(s.name, layout) for s in readings for layout in layouts}
+    flat = {flatten(s.name) for s in readings if s.flat}
     for rule in family.skips:
         if any(map(rule.covers, names)) or any(map(rule.covers_flat, flat)):
             return rule
@@ -360,34 +338,54 @@ def _shape_faults(assignment: Assignment, hits: Sequence[Hit]) -> list[Fault]:
 
 def _shape_fault(assignment: Assignment, hit: Hit, base: TensorInfo) -> Fault | None:
     name, path = hit.module.name, assignment.adapter.name
-    if hit.module.reshape not in (None, base.shape) and hit.kind.home == "weight":
+    if hit.module.reshape not in (None, hit.wide or base.shape) and hit.kind.home == "weight":
         wider = f"from {list(base.shape)} to {list(hit.module.reshape or ())} (reshape_weight)"
-        text = f"{name}: widens {hit.base_key} {wider}, which fuselora does not do yet"
+        text = f"{name}: widens {hit.base_key} {wider}, which fuselora does of no such tensor"
         return Fault("unsupported", text, path=path, key=name)
     try:
-        shape = hit.kind.shape(hit.module.shapes, base.shape)
-        check_magnitude(hit.kind, hit.module.shapes, base.shape)
-        hit.kind.asks(hit.module.settings, hit.module.shapes, base.shape)
+        shape = hit.kind.shape(hit.module.shapes, hit.shape)
+        check_magnitude(hit.kind, hit.module.shapes, hit.shape)
+        hit.kind.asks(hit.module.settings, hit.module.shapes, hit.shape)
+        _check_rows(hit)
     except BadParts as error:
         return Fault(error.code, f"{name}: {error}", path=path, key=name)
-    if base.dtype in FUSABLE and not fits(shape, base.shape):
-        text = f"{name}: the delta is {list(shape)}, but {hit.base_key} is {list(base.shape)}"
+    if base.dtype in FUSABLE and not fits(shape, hit.wide or hit.shape):
+        others = f", as rows of {list(hit.shape)}" if hit.rows else ""
+        text = f"{name}: the delta is {list(shape)}, but {hit.base_key} is {list(base.shape)}{others}"
         hint = "The LoRA was made for another size or variant of this model."
         return Fault("shape", text, path=path, key=name, hint=hint)
     return None
 
 
+def _check_rows(hit: Hit) -> None:
+    """Raises ``BadParts`` for a kind that needs rows of its own layer that the base has elsewhere."""
+    if not hit.rows:
+        return
+    module, mixes = hit.module, hit.kind.mixes_rows
+    if mixes or module.settings.experts or by_columns(hit.kind, module.shapes, hit.shape):
+        text = f"{hit.kind.name} needs its whole layer, of which {hit.base_key} has the rows in another way"
+        raise BadParts(text, "unsupported")
+
+
 def _double_faults(assignment: Assignment, hits: Sequence[Hit]) -> list[Fault]:
-    """One tensor meant twice in one file, by two spellings or two kinds of diff; pair and diff may meet."""
-    seen: dict[tuple[str, bool], Hit] = {}
+    """Rows meant twice in one file, by two spellings or two kinds of diff; pair and diff may meet."""
+    seen: dict[tuple[str, bool], list[Hit]] = {}
     faults = []
     for hit in hits:
-        first = seen.setdefault((hit.base_key, hit.kind.scaled), hit)
-        if first is not hit:
+        others = seen.setdefault((hit.base_key, hit.kind.scaled), [])
+        if first := next((other for other in others if _overlap(other.rows, hit.rows)), None):
             one, two = first.tensors[0].name, hit.tensors[0].name
             text = f"{hit.base_key} is meant twice, by {one} and by {two}"
             faults.append(Fault("twice", text, path=assignment.adapter.name, key=hit.module.name))
+        others.append(hit)
     return faults
+
+
+def _overlap(one: Runs, two: Runs) -> bool:
+    """Whether two hits share rows of the base; without runs a hit has them all."""
+    if not one or not two:
+        return True
+    return any(a.first < b.first + b.n and b.first < a.first + a.n for a in one for b in two)
 
 
 def _orphan_notices(assignment: Assignment, modules: Sequence[Module]) -> Iterator[Notice]:
@@ -396,21 +394,3 @@ def _orphan_notices(assignment: Assignment, modules: Sequence[Module]) -> Iterat
     if orphans:
         text = f"{assignment.adapter.name}: {len(orphans)} alpha without a pair, such as {orphans[0]}"
         yield Notice("orphan_alpha", text, {"modules": orphans})
-
-
-def _flatten(name: str) -> str:
-    return name.replace(".", "_")
-
-
-def _flattened(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Flattened stem plus leaf -> base keys; more than one where flattening makes two names alike."""
-    table: dict[str, tuple[str, ...]] = {}
-    for name, base_key in names.items():
-        stem, dot, leaf = name.rpartition(".")
-        flat = _flatten(stem) + dot + leaf
-        table[flat] = (*table.get(flat, ()), base_key)
-    return table
-
-
-def _as_tuple(key: str | None) -> tuple[str, ...]:
-    return () if key is None else (key,)

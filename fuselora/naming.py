@@ -53,5 +53,5 @@ def as_diffusers(component: Component, family: Family) -> Naming:
     folder, n_shards = PurePosixPath(component.name), len(component.shards)
     names = (f"{FILE_STEM}-{n:05d}-of-{n_shards:05d}.safetensors" for n in range(1, n_shards + 1))
     start = len(component.prefix)
-    tensors = {name: family.translate(name[start:], "diffusers") for name in component.tensors()}
+    tensors = {n: family.translate(n[start:], "native", "diffusers") for n in component.tensors()}
     return Naming(folder, tensors, tuple(folder / name for name in names), folder / DIFFUSERS_INDEX)

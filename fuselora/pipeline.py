@@ -28,11 +28,13 @@ from fuselora.specs import (
     BlockSpec,
     Dtype,
     Kernel,
+    LayoutSpec,
     LoraSpec,
     OutputLayout,
     Request,
     parse_alpha,
     parse_block,
+    parse_layout,
     parse_lora,
 )
 from fuselora.targets import assign, encoders_named
@@ -102,7 +104,8 @@ def request(
     specs = tuple(spec for lora in _several(loras) for spec in _specs(lora))
     if not specs:
         raise UsageError("no LoRA was given", hint="Give at least one --lora FILE.")
-    for name, read in (("alphas", _alpha), ("blocks", _block), ("allow_unmatched", str)):
+    readers = (("alphas", _alpha), ("blocks", _block), ("lora_layouts", _layout), ("allow_unmatched", str))
+    for name, read in readers:
         if name in options:
             options[name] = tuple(map(read, _several(options[name])))
     if options.get("skeleton") is not None:
@@ -165,7 +168,7 @@ class _Matched:
 
 def _matched(asked: Request, *, headers_only: bool) -> _Matched:
     """Resolve, read headers, assign, match and check. Raises ``Refused`` with every fault found."""
-    adapters = [open_adapter(resolve_lora(spec)) for spec in asked.loras]
+    adapters = [open_adapter(resolve_lora(spec)) for spec in asked.loras_in_layouts()]
     skeleton = None
     if asked.skeleton is not None:
         skeleton = open_skeleton(resolve_skeleton(asked.skeleton, headers_only=headers_only))
@@ -182,6 +185,7 @@ def _matched(asked: Request, *, headers_only: bool) -> _Matched:
         revision=location.revision,
         variant=asked.variant,
         text_encoders=encoders_named(adapters),
+        layout=asked.base_layout,
     )
     assigned = assign(adapters, checkpoint)
     _refuse([*_adapter_faults(adapters), *assigned.faults, *_skeleton_faults(skeleton, checkpoint, asked)])
@@ -254,6 +258,10 @@ def _alpha(option: object) -> AlphaSpec:
 
 def _block(option: object) -> BlockSpec:
     return option if isinstance(option, BlockSpec) else parse_block(str(option))
+
+
+def _layout(option: object) -> LayoutSpec:
+    return option if isinstance(option, LayoutSpec) else parse_layout(str(option))
 
 
 def _refuse_unknown_choices(asked: Request) -> None:

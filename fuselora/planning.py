@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fuselora.content import LoraContent
     from fuselora.errors import Notice
     from fuselora.families import Family, Layout
+    from fuselora.families.runs import Runs
     from fuselora.skeleton import Skeleton
     from fuselora.specs import Request
 
@@ -61,14 +62,16 @@ class Factor:
     @property
     def matrix(self) -> tuple[int, int]:
         """Its first dimension, and all others flattened."""
-        return _as_matrix(self.shape)
+        return matrix_of(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
     """What one hit does to a tensor: the kind's arithmetic on ``factors``.
 
-    ``ratio`` is alpha / rank, ``strength`` the user's; a difference is added times both.
+    ``ratio`` is alpha / rank, ``strength`` the user's; a difference is added times both. ``rows`` lead from
+    the base's to the delta's where they are not the same, and the delta then is of ``n_rows``. It is of the
+    first ``n_columns`` where the tensor grew.
     """
 
     kind: Kind
@@ -76,6 +79,9 @@ class Delta:
     ratio: float
     strength: float
     settings: Settings = UNSAID
+    rows: Runs = ()
+    n_rows: int = 0
+    n_columns: int = 0
 
     @property
     def scale(self) -> float:
@@ -100,7 +106,8 @@ class Copy:
 class Fuse:
     """One tensor computed anew: ``rows`` x ``columns`` elements, in the chunks of rows given.
 
-    Without deltas it is only cast. ``base_dtype`` and ``dtype`` are safetensors codes.
+    Without deltas it is only cast. ``base_dtype`` and ``dtype`` are safetensors codes. Where the base has
+    fewer columns, the others are zero before the deltas are added.
     """
 
     base_path: Path
@@ -113,6 +120,7 @@ class Fuse:
     target: int
     chunks: tuple[tuple[int, int], ...]
     deltas: tuple[Delta, ...]
+    base_columns: int
 
     @property
     def n_elements(self) -> int:
@@ -129,7 +137,7 @@ class Fuse:
 
     @property
     def base_bytes(self) -> int:
-        return self.n_elements * DTYPE_BITS[self.base_dtype] // 8
+        return self.rows * self.base_columns * DTYPE_BITS[self.base_dtype] // 8
 
     @property
     def factor_elements(self) -> int:
@@ -140,7 +148,7 @@ class Fuse:
     @property
     def base(self) -> Factor:
         """The base tensor as a matrix, for what needs more of it than the rows at hand."""
-        shape = (self.rows, self.columns)
+        shape = (self.rows, self.base_columns)
         return Factor(self.base_path, self.base_key, self.base_dtype, shape, self.source, self.base_bytes)
 
 
@@ -166,6 +174,19 @@ class OutputFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Grown:
+    """A tensor that has more columns than in the base, and the field of config.json that counts them."""
+
+    name: str
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    field: str
+
+    def document(self) -> dict[str, object]:
+        return {"tensor": self.name, "from": list(self.before), "to": list(self.after), "field": self.field}
+
+
+@dataclass(frozen=True, slots=True)
 class ComponentPlan:
     """One component's files; ``index`` is where its index goes, None for a single file without one."""
 
@@ -179,6 +200,7 @@ class ComponentPlan:
     files: tuple[OutputFile, ...]
     n_tensors: int
     n_fused: int
+    grown: tuple[Grown, ...] = ()
 
     @property
     def bytes_in(self) -> int:
@@ -300,10 +322,14 @@ class PlacedHit:
     def scale(self) -> float:
         return self.hit.scale(self.strength)
 
-    def delta(self) -> Delta:
+    def delta(self, columns: int) -> Delta:
+        """On a tensor of so many columns."""
         factors = {part: self._factor(tensor) for part, tensor in self.hit.parts.items()}
         strength, settings = self.strength * self.hit.block, self.hit.module.settings
-        return Delta(self.hit.kind, factors, self.hit.ratio, strength, settings)
+        rows, n_rows = self.hit.rows, self.hit.shape[0] if self.hit.rows else 0
+        own = matrix_of(self.hit.wide or self.hit.shape)[1]
+        n_columns = own if own < columns else 0
+        return Delta(self.hit.kind, factors, self.hit.ratio, strength, settings, rows, n_rows, n_columns)
 
     def _factor(self, tensor: TensorInfo) -> Factor:
         header = self.homes[tensor.name]
@@ -340,7 +366,7 @@ class _ComponentLayout:
         placed = list(zip(self.component.shards, self.naming.shards, strict=True))
         files = tuple(self._file(shard, path, fingerprint) for shard, path in placed)
         tensors, names = self.component.tensors(), self.naming.tensors
-        sizes = {name: self._n_bytes(tensor) for name, tensor in tensors.items()}
+        sizes = {name: self._n_bytes(self._grown(tensor)) for name, tensor in tensors.items()}
         return ComponentPlan(
             name=self.component.name,
             role=self.component.role,
@@ -352,7 +378,15 @@ class _ComponentLayout:
             files=files,
             n_tensors=len(tensors),
             n_fused=len(self.hits),
+            grown=tuple(self._growth()),
         )
+
+    def _growth(self) -> Iterator[Grown]:
+        for tensor in self.component.tensors().values():
+            after = self._grown(tensor).shape
+            if self.family and after != tensor.shape:
+                name = self.family.canonical_name(tensor.name[len(self.component.prefix) :], self.layout)
+                yield Grown(self.naming.tensors[tensor.name], tensor.shape, after, self.family.widens[name])
 
     def dtype_of(self, tensor: TensorInfo) -> str:
         """The output dtype: as stored, unless ``--dtype`` says otherwise and nothing holds it back.
@@ -368,6 +402,10 @@ class _ComponentLayout:
         kept = self.family is not None and self.family.keeps_float32(tensor.name[start:], self.layout)
         return tensor.dtype if kept and not self.request.uniform else DTYPE_CODES[self.request.dtype]
 
+    def _grown(self, tensor: TensorInfo) -> TensorInfo:
+        shape = max((p.hit.wide for p in self.hits.get(tensor.name, ()) if p.hit.wide), default=tensor.shape)
+        return tensor if shape == tensor.shape else replace(tensor, shape=shape)
+
     def _n_bytes(self, tensor: TensorInfo) -> int:
         return tensor.n_elements * DTYPE_BITS[self.dtype_of(tensor)] // 8
 
@@ -379,7 +417,7 @@ class _ComponentLayout:
 
     def _file(self, shard: Header, path: PurePosixPath, fingerprint: str) -> OutputFile:
         n_fused = sum(tensor.name in self.hits for tensor in shard.tensors)
-        placed = tuple(_placed([(tensor, self.dtype_of(tensor)) for tensor in shard.tensors]))
+        placed = tuple(_placed([(self._grown(tensor), self.dtype_of(tensor)) for tensor in shard.tensors]))
         header = self._header(shard, placed, fingerprint if n_fused else None)
         steps = tuple(self._steps(shard, placed, len(header)))
         return OutputFile(
@@ -424,15 +462,18 @@ class _ComponentLayout:
             yield run
 
     def _step(self, path: Path, base: TensorInfo, source: int, placed: TensorInfo, target: int) -> Step:
-        deltas = tuple(p.delta() for p in self.hits.get(base.name, ()) if not self._is_nothing(p))
-        if (not deltas and base.dtype == placed.dtype) or base.n_elements == 0:
+        (rows, columns), base_columns = matrix_of(placed.shape), matrix_of(base.shape)[1]
+        there = (p for p in self.hits.get(base.name, ()) if not self._is_nothing(p))
+        deltas = tuple(placed_hit.delta(columns) for placed_hit in there)
+        as_it_is = not deltas and (base.dtype, base.shape) == (placed.dtype, placed.shape)
+        if as_it_is or base.n_elements == 0:
             return Copy(source, target, base.n_bytes)
-        rows, columns = _as_matrix(base.shape)
         if deltas and all(delta.settings.experts for delta in deltas):
             rows, columns = math.prod(base.shape[:-1]), base.shape[-1]
+            base_columns = columns
         return Fuse(
             path, base.name, base.dtype, placed.dtype, rows, columns, source, target,
-            chunk_grid(rows, columns), deltas,
+            chunk_grid(rows, columns), deltas, base_columns,
         )  # fmt: skip
 
     def _is_nothing(self, placed: PlacedHit) -> bool:
@@ -445,7 +486,7 @@ def _adjoins(run: Copy, step: Copy) -> bool:
     return run.source + run.n_bytes == step.source and run.target + run.n_bytes == step.target
 
 
-def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
     """(out, in) of a matrix, everything after the first dimension flattened; a vector is one column."""
     return (shape[0] if shape else 1), math.prod(shape[1:])
 
@@ -480,7 +521,7 @@ def _edited_configs(
     components: Sequence[ComponentPlan],
     request: Request,
 ) -> dict[PurePosixPath, bytes]:
-    """config.json of components whose dtype changes, where it names one; otherwise untouched.
+    """config.json of components whose dtype or width changes, where it names them; otherwise untouched.
 
     A skeleton's names the dtype of other weights, so it follows that of the weights written.
     """
@@ -491,21 +532,30 @@ def _edited_configs(
         config = skeleton.configs[component.name] if skeleton else component.config
         path = (PurePosixPath(component.name) if skeleton else component.folder) / "config.json"
         dtype = DTYPE_NAMES.get(planned.dtype) if skeleton else request.dtype
-        named = {"torch_dtype", "dtype"} & config.keys()
-        if dtype and dtype != "keep" and any(config[name] != dtype for name in named):
+        wanted = {**_dtypes(dtype, config), **{grown.field: grown.after[1] for grown in planned.grown}}
+        changes = {name: value for name, value in wanted.items() if config.get(name, value) != value}
+        if changes:
             source = (skeleton or checkpoint).root / path
             with reading(source):
                 content = source.read_bytes()
-            edited[path] = _with_dtype(content, config, named, dtype)
+            edited[path] = _with_values(content, config, changes)
     return edited
 
 
-def _with_dtype(content: bytes, config: Mapping[str, object], named: set[str], dtype: str) -> bytes:
-    """A config whose top-level ``named`` entries say ``dtype``; spelled as before where that is safe."""
-    pattern = rb'("(?:torch_dtype|dtype)"\s*:\s*)"[^"]*"'
-    edited, count = re.subn(pattern, rf'\1"{dtype}"'.encode(), content)
-    wanted = {**config, **dict.fromkeys(named, dtype)}
-    if count == len(named) and json.loads(edited) == wanted:
+def _dtypes(dtype: str | None, config: Mapping[str, object]) -> dict[str, object]:
+    named = sorted({"torch_dtype", "dtype"} & config.keys())
+    return dict.fromkeys(named, dtype) if dtype and dtype != "keep" else {}
+
+
+def _with_values(content: bytes, config: Mapping[str, object], changes: Mapping[str, object]) -> bytes:
+    """A config with some top-level values changed; spelled as before where that is safe."""
+    edited, count = content, 0
+    for name, value in changes.items():
+        pattern = rb'("' + re.escape(name).encode() + rb'"\s*:\s*)("[^"]*"|-?[0-9]+)'
+        edited, n = re.subn(pattern, rb"\g<1>" + json.dumps(value).encode(), edited)
+        count += n
+    wanted = {**config, **changes}
+    if count == len(changes) and json.loads(edited) == wanted:
         return edited
     # A nested entry has the same name, or the text is UTF-16.
     return (json.dumps(wanted, indent=2) + "\n").encode("utf-8")
@@ -548,7 +598,10 @@ def _names_row(naming: Naming) -> list[object]:
 def _fingerprint_row(matching: Matching, contents: Sequence[LoraContent]) -> list[object]:
     assignment = matching.assignment
     scales = [
-        [hit.base_key, hit.kind.name, hit.scale(assignment.strength), *hit.module.settings.of(hit.kind.name)]
+        [
+            hit.base_key, hit.kind.name, hit.scale(assignment.strength),
+            *hit.module.settings.of(hit.kind.name), *([list(map(list, hit.rows))] if hit.rows else ()),
+        ]
         for hit in matching.hits
-    ]
-    return [contents[assignment.order].content_sha256, assignment.component.name, sorted(scales)]
+    ]  # fmt: skip
+    return [contents[assignment.order].content_sha256, assignment.component.name, sorted(scales, key=repr)]

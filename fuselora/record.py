@@ -127,6 +127,7 @@ def _component(component: ComponentPlan, weights: Mapping[str, WeightRecord]) ->
         "tensors": component.n_tensors,
         "fused": component.n_fused,
         "copied": component.n_tensors - component.n_fused,
+        **({"widened": [grown.document() for grown in component.grown]} if component.grown else {}),
         "files": [_weight_file(file, weights[str(file.path)]) for file in component.files],
     }
     return entry if component.role == "single" else {"role": component.role, **entry}
@@ -173,6 +174,7 @@ def _lora(matching: Matching, content: LoraContent, blocks: Sequence[BlockSpec])
         "content_sha256": content.content_sha256,
         "component": assignment.component.name,
         "strength": assignment.strength,
+        **({"layout": layout} if (layout := assignment.adapter.location.spec.layout) else {}),
         **_blocks(blocks_for(assignment.component.name, blocks)),
         "dialect": " + ".join(sorted({row.module.dialect for row in matching.hits or matching.skipped})),
         "ranks": sorted({hit.rank for hit in pairs if hit.rank is not None}),
@@ -210,6 +212,7 @@ def scale_groups(hits: Sequence[Hit], strength: float) -> list[dict[str, object]
 
 
 def applied_counts(hits: Sequence[Hit]) -> dict[str, int]:
-    """How many deltas of each kind."""
-    counts = Counter(hit.kind.counted for hit in hits)
+    """How many deltas of each kind; one that is for rows of several base tensors counts once."""
+    deltas = {(hit.module.name, hit.kind.name): hit.kind.counted for hit in hits}
+    counts = Counter(deltas.values())
     return {name: counts[name] for name in dict.fromkeys([*COUNTED, *sorted(counts)])}

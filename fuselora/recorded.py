@@ -27,6 +27,7 @@ from fuselora.targets import Assignment, modules_for
 
 if TYPE_CHECKING:
     from fuselora.checkpoint import Checkpoint, Component
+    from fuselora.families.runs import Runs
     from fuselora.lora.adapter import Adapter
     from fuselora.match import Hit
 
@@ -58,13 +59,20 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a kind makes of ``factors``: a difference, times ``ratio * strength``, or a changed tensor."""
+    """What a kind makes of ``factors``: a difference, times ``ratio * strength``, or a changed tensor.
+
+    With ``rows`` it is for a tensor of ``shape``, of which the base has these rows, in this order. ``wide``
+    is the shape that the base tensor grows to for it.
+    """
 
     kind: Kind
     factors: Mapping[str, Stored]
     ratio: float
     strength: float
     settings: Settings = UNSAID
+    shape: tuple[int, ...] = ()
+    rows: Runs = ()
+    wide: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +106,8 @@ def additions(entry: LoraRecord, given: LoraLocation, component: Component, base
     ``MarkerError`` for an entry without the fields that this needs, ``InputError`` for a LoRA that cannot
     be read.
     """
-    adapter = open_adapter(LoraLocation(LoraSpec(str(given.path)), given.path, entry.name, given.config))
+    spec = LoraSpec(str(given.path), layout=_layout(entry))
+    adapter = open_adapter(LoraLocation(spec, given.path, entry.name, given.config))
     assignment = Assignment(0, adapter, component, modules_for(adapter, component, base))
     matched = match(assignment, base.family, base.layout)
     matching = with_blocks(matched, tuple(_blocks(entry)))
@@ -127,6 +136,11 @@ def _scales(entry: LoraRecord) -> Iterator[Scale]:
         )  # fmt: skip
 
 
+def _layout(entry: LoraRecord) -> str | None:
+    """The layout that the user said the LoRA was in."""
+    return Fields(entry.raw, FILE_NAME, entry.name).text("layout") if "layout" in entry.raw else None
+
+
 def _blocks(entry: LoraRecord) -> Iterator[BlockSpec]:
     if "blocks" in entry.raw:
         for item in Fields(entry.raw, FILE_NAME, entry.name).items("blocks"):
@@ -145,7 +159,8 @@ def _deltas(
             continue
         strength = entry.strength * hit.block
         ratio = 1.0 if scale is None else scale.alpha_over_rank(strength)
-        yield hit.base_key, Delta(hit.kind, factors, ratio, strength, hit.module.settings)
+        delta = Delta(hit.kind, factors, ratio, strength, hit.module.settings, hit.shape, hit.rows, hit.wide)
+        yield hit.base_key, delta
 
 
 def _formula_findings(entry: LoraRecord, scales: tuple[Scale, ...]) -> Iterator[Finding]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import unquote
 
@@ -50,7 +50,8 @@ class LoraSpec:
 
     ``source`` is a path, an adapter folder or an ``hf://`` address as typed; ``component`` is a
     component's name, ``"all"``, or None when the user named none; ``position`` is the place in a
-    comma list of ``listed`` files (0 of 1 for a file that stands alone).
+    comma list of ``listed`` files (0 of 1 for a file that stands alone). ``layout`` is the one that its names
+    and rows are in, where the user said so.
     """
 
     source: str
@@ -58,6 +59,7 @@ class LoraSpec:
     component: str | None = None
     position: int = 0
     listed: int = 1
+    layout: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,17 @@ class AlphaSpec:
 
     alpha: float
     source: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutSpec:
+    """``--lora-layout [FILE=]LAYOUT``: the layout that names and rows of one file or (None) of all are in."""
+
+    layout: str
+    source: str | None = None
+
+    def names(self, lora: LoraSpec) -> bool:
+        return self.source in (None, lora.source, PurePath(lora.source).name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +119,36 @@ class Request:
     revision: str | None = None
     layout: OutputLayout | None = None
     skeleton: str | None = None
+    base_layout: str | None = None
+    lora_layouts: tuple[LayoutSpec, ...] = ()
 
     def __post_init__(self) -> None:
         if self.layout and self.skeleton is None:
             hint = "Name the diffusers pipeline that gives the configs and all else: --skeleton DIR."
             raise UsageError(f"--layout {self.layout} needs a skeleton", hint=hint)
+        if self.uniform and self.dtype == "keep":
+            hint = "Say which dtype all tensors get, such as --dtype bfloat16."
+            raise UsageError("--uniform does nothing without --dtype", hint=hint)
         if self.skeleton is not None and not self.layout:
             hint = "To write a native base as a diffusers pipeline say --layout diffusers too."
             raise UsageError(f"--skeleton {self.skeleton!r} is given and no --layout", hint=hint)
         if self.layout and self.variant:
             hint = "A native base has no variants; if its one file is called so, name the file."
             raise UsageError(f"--variant {self.variant} does not go with --layout", hint=hint)
+
+    def loras_in_layouts(self) -> tuple[LoraSpec, ...]:
+        """The LoRAs, each with the layout that was said for it, one named before one for all.
+
+        Raises ``UsageError`` for a layout of a LoRA that was not given.
+        """
+        for said in self.lora_layouts:
+            if not any(map(said.names, self.loras)):
+                raise UsageError(f"--lora-layout {said.source}={said.layout}: no such LoRA was given")
+        order = sorted(self.lora_layouts, key=lambda said: said.source is None)
+        return tuple(
+            next((replace(lora, layout=said.layout) for said in order if said.names(lora)), lora)
+            for lora in self.loras
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +222,16 @@ def parse_alpha(text: str) -> AlphaSpec:
     if not NUMBER.fullmatch(number) or not math.isfinite(float(number)):
         raise UsageError(f"--alpha {text!r}: {number!r} is not a finite number", hint="Write [FILE=]ALPHA.")
     return AlphaSpec(float(number), source or None)
+
+
+def parse_layout(text: str) -> LayoutSpec:
+    """The value of ``--lora-layout [FILE=]LAYOUT``; raises ``UsageError`` for anything else."""
+    source, equals, layout = text.rpartition("=")
+    if not layout or (equals and not source):
+        raise UsageError(
+            f"--lora-layout {text!r} is no [FILE=]LAYOUT", hint="Write native or x.safetensors=native."
+        )
+    return LayoutSpec(layout, source or None)
 
 
 def parse_block(text: str) -> BlockSpec:

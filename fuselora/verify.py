@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -18,6 +19,7 @@ from fuselora.checkpoint import Checkpoint, Component, open_checkpoint
 from fuselora.compare import ComponentReport, compare_component, same_bytes
 from fuselora.digest import content_sha256, read_range
 from fuselora.errors import FormatError, FuseloraError, MarkerError, UsageError
+from fuselora.families import Layout
 from fuselora.jsonfile import read_json
 from fuselora.marker import FILE_NAME, ComponentRecord, LoraRecord, Marker, read_marker
 from fuselora.progress import Progress, Silent
@@ -75,6 +77,7 @@ def verify(
             variant=variant,
             text_encoders=checked.marker.components.keys(),
         )
+        checkpoint = replace(checkpoint, layout=_layout(checked.marker, checkpoint))
         rest = _rest(checked.marker, checkpoint, skeleton)
         components, found = _recomputed(out, checked.marker, checkpoint, specs, rest, progress)
         findings += found
@@ -84,6 +87,13 @@ def verify(
 
         findings += load_findings(out, checked.marker)
     return VerifyReport(tuple(findings), tuple(components), _n_digests(checked), not_compared)
+
+
+def _layout(marker: Marker, base: Checkpoint) -> Layout | None:
+    """The layout that the base was said to be in, where its names alone do not tell."""
+    recorded, family = marker.base_layout, base.family
+    unsure = family is not None and family.signs and recorded in family.all_layouts
+    return recorded if unsure else base.layout
 
 
 def _refuse_needless_skeleton(out: Path) -> None:
@@ -154,8 +164,8 @@ def _base_key(marker: Marker, base: Checkpoint, component: Component) -> Callabl
         return str
 
     def base_key(name: str) -> str:
-        native = family.translate(name, "native")
-        left = native == name != family.translate(name, "diffusers")
+        native = family.translate(name, "diffusers", "native")
+        left = native == name != family.translate(name, "native", "diffusers")
         return f"not converted: {name}" if left else component.prefix + native
 
     return base_key
@@ -242,7 +252,7 @@ def _side_file_findings(out: Path, marker: Marker, rest: Path) -> Iterator[Findi
     """Side files are the base's or skeleton's, byte for byte, but for indexes and the dtype in a config."""
     whose = "base" if marker.layout is None else "skeleton"
     indexes = {record.index for record in marker.components.values()}
-    configs = {str(_folder(part) / "config.json"): part.dtype for part in marker.components.values()}
+    configs = {str(_folder(part) / "config.json"): part for part in marker.components.values()}
     for record in marker.side_files:
         ours, theirs = out / record.path, rest / record.path
         if record.path in indexes or not ours.is_file():
@@ -265,12 +275,13 @@ def _same_files(ours: Path, theirs: Path) -> bool:
         )
 
 
-def _same_config(ours: Path, theirs: Path, dtype: str | None) -> bool:
-    """Alike but for the dtype they name, where OUT's is ``dtype``, which the component's tensors have."""
-    if dtype is None:
+def _same_config(ours: Path, theirs: Path, component: ComponentRecord | None) -> bool:
+    """Alike but for what OUT's component has otherwise: the dtype of its tensors, and how wide one became."""
+    if component is None:
         return False
     try:
         found, wanted = read_json(ours), read_json(theirs)
     except FormatError:
         return False
-    return found == wanted | {key: dtype for key in ("torch_dtype", "dtype") if key in wanted}
+    changes = {**dict.fromkeys(("torch_dtype", "dtype"), component.dtype), **component.widths}
+    return found == wanted | {key: value for key, value in changes.items() if key in wanted}

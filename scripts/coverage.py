@@ -1,4 +1,4 @@
-"""Every published LoRA listing on its base, in both layouts: how many tensors are applied, skipped, refused.
+"""Every published LoRA listing on its base, in each layout: how many tensors are applied, skipped, refused.
 
 The files are true-size headers without data (sparse), so the counts are those of the real files.
 
@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from fuselora.errors import Refused
 from fuselora.families import Layout
+from fuselora.kinds.kind import ALPHAS
 from fuselora.match import Matching
 from fuselora.pipeline import plan
 from tests import listings
@@ -59,7 +60,8 @@ def coverage(name: str, base: str, layout: Layout, folder: Path) -> Row:
 
 def _row(name: str, base: str, layout: str, n_tensors: int, matching: Matching) -> Row:
     applied = {tensor.name for hit in matching.hits for tensor in hit.tensors}
-    alpha = {hit.module.parts["alpha"].name for hit in matching.hits if "alpha" in hit.module.parts}
+    parts = [(part, tensor) for hit in matching.hits for part, tensor in hit.module.parts.items()]
+    alpha = {tensor.name for part, tensor in parts if part in ALPHAS}
     skipped = {tensor.name for skip in matching.skipped for tensor in skip.module.parts.values()}
     unexplained = n_tensors - len(applied) - len(alpha - applied) - len(skipped)
     return Row(name, base, layout, n_tensors, len(applied), len(alpha), len(skipped), unexplained, 0)
@@ -70,7 +72,7 @@ def all_rows(folder: Path) -> list[Row]:
     rows = []
     for name, entry in sorted(listings.index().items()):
         for base in (entry.base, *filter(None, [ALSO_ON.get(name)])):
-            rows += [coverage(name, base, layout, folder) for layout in ("native", "diffusers")]
+            rows += [coverage(name, base, layout, folder) for layout in listings.layouts(base)]
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Tensor lists of published Wan checkpoints and LoRA files at true size, and small files made from them.
+"""Tensor lists of published checkpoints and LoRA files at true size, and small files made from them.
 
 ``listings/*.tsv.gz`` hold one tensor a line: name, dtype, comma-separated shape. ``index.json`` says
 for each LoRA which base it was made for, its rank, the alpha that applies to it wherever that is
@@ -24,12 +24,15 @@ if TYPE_CHECKING:
 
 LISTINGS = Path(__file__).parent / "listings"
 RANK_AXES = ((re.compile(r"\.lora_(down|A)\b"), 0), (re.compile(r"\.lora_(up|B)\b"), 1))
+PEFT_ONLY = frozenset(
+    f"wan2.2-t2v-a14b.peft-{kind}" for kind in ("dora.r16", "lora_bias.r16", "patterns-rslora")
+)
 BLOCK = re.compile(r"blocks[._](\d+)[._]")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What ``index.json`` says of one LoRA; ``base`` is a name in ``SIZES``."""
+    """What ``index.json`` says of one LoRA; ``base`` is a list's name, and for Wan one in ``SIZES``."""
 
     base: str
     layout: Layout
@@ -42,6 +45,25 @@ class Entry:
 @cache
 def index() -> Mapping[str, Entry]:
     return {name: Entry(**entry) for name, entry in _document()["loras"].items()}
+
+
+def wan() -> Mapping[str, Entry]:
+    """Those of Wan that are pairs and differences alone, of which tiny ones can be made."""
+    return {name: e for name, e in index().items() if e.base in SIZES and name not in PEFT_ONLY}
+
+
+def layouts(base: str) -> tuple[Layout, ...]:
+    """Those that there is a list of a base in."""
+    return tuple(
+        layout for layout in ("native", "diffusers") if (LISTINGS / f"{base}.{layout}.tsv.gz").exists()
+    )
+
+
+def others() -> tuple[tuple[str, Layout], ...]:
+    """(base, layout) of the lists of other families' bases."""
+    names = (path.name.removesuffix(".tsv.gz") for path in sorted(LISTINGS.glob("*.tsv.gz")))
+    found = (name.rpartition(".") for name in names if name not in index())
+    return tuple((base, layout) for base, _, layout in found if base not in SIZES)
 
 
 def config(name: str) -> dict[str, Any]:

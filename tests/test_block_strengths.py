@@ -96,7 +96,26 @@ def test_by_the_bases_name(base: Path, lora: Path) -> None:
 def test_a_glob_that_means_nothing_is_refused(base: Path, lora: Path) -> None:
     with pytest.raises(Refused, match=r"--blocks block\.1 means no module") as caught:
         plan(base, [lora], blocks=["block.1=0"])
-    assert "There are modules like blocks." in (caught.value.hint or "")
+    assert "There are modules like blocks.0.attn.q, in the base blocks.0.attn.q.weight." in (
+        caught.value.hint or ""
+    )
+
+
+@pytest.mark.parametrize(
+    "glob", ["lora_unet_blocks_1", "blocks_1", "lora_unet_blocks_1_*", "blocks_1_attn_q"]
+)
+def test_flattened_names_by_prefix_and_by_level(base: Path, tmp_path: Path, glob: str) -> None:
+    names = [f"lora_unet_{name.replace('.', '_')}" for name in NAMES if name.endswith("q")]
+    pairs = {f"{name}.lora_{way}.weight" for name in names for way in ("down", "up")}
+    path = tmp_path / "flat.safetensors"
+    save_file({key: torch.ones((1, 4) if "down" in key else (4, 1)) for key in pairs}, path)
+    values, _ = fused(base, path, f"{glob}=0.5")
+    assert (values["blocks.1.attn.q.weight"], values["blocks.10.attn.q.weight"]) == (1.5, 2.0)
+
+
+def test_a_component_that_no_lora_is_for(base: Path, lora: Path) -> None:
+    with pytest.raises(Refused, match=r"--blocks transformer_2=blocks\.1: no LoRA is for transformer_2"):
+        plan(base, [lora], blocks=["low=blocks.1=0"])
 
 
 def test_every_module_left_out(base: Path, lora: Path) -> None:

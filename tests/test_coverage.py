@@ -21,7 +21,7 @@ ROWS = [
     (name, base, layout)
     for name, entry in sorted(listings.index().items())
     for base in (entry.base, *(b for n, b in [WAN21_ON_WAN22] if n == name))
-    for layout in ("native", "diffusers")
+    for layout in listings.layouts(base)
 ]
 
 
@@ -42,10 +42,10 @@ def rows(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[t
     return {(row.lora, row.base, row.layout): row for row in found}
 
 
-def test_every_list_is_on_both_layouts_of_its_bases(rows: dict[tuple[str, str, str], Any]) -> None:
+def test_every_list_is_on_every_layout_of_its_bases(rows: dict[tuple[str, str, str], Any]) -> None:
     assert sorted(rows) == sorted(ROWS)
-    assert len(listings.index()) >= 26
-    assert len({base for _, base, _ in ROWS}) == 5
+    assert len({name for name, _, _ in ROWS}) == 55
+    assert len({base for _, base, _ in ROWS}) == 14
 
 
 @pytest.mark.parametrize(("name", "base", "layout"), ROWS)
@@ -53,7 +53,7 @@ def test_every_tensor_is_accounted_for(
     rows: dict[tuple[str, str, str], Any], name: str, base: str, layout: str
 ) -> None:
     row, specs = rows[name, base, layout], listings.lora(name)
-    n_alpha = sum(spec.name.endswith(".alpha") for spec in specs)
+    n_alpha = sum(spec.name.endswith((".alpha", ".alpha_scale")) for spec in specs)
     n_skipped = 290 if (name, base) == WAN21_ON_WAN22 else 0
     assert (row.tensors, row.unexplained, row.faults) == (len(specs), 0, 0)
     assert (row.applied, row.alpha, row.skipped) == (len(specs) - n_alpha - n_skipped, n_alpha, n_skipped)

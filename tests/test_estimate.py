@@ -109,7 +109,7 @@ def test_twice_the_elements_of_a_sort_take_twice_as_long(
 
 def some_step(rows: int, n_full: int = 0) -> Fuse:
     diff = full(Factor(Path("lora"), "diff", "F32", (rows, 32), 0, rows * 128), 1.0)
-    return Fuse(Path("base"), "m.weight", "F32", "F32", rows, 32, 0, 0, ((0, rows),), (diff,) * n_full)
+    return Fuse(Path("base"), "m.weight", "F32", "F32", rows, 32, 0, 0, ((0, rows),), (diff,) * n_full, 32)
 
 
 def timed_rows(monkeypatch: pytest.MonkeyPatch, *steps: Fuse) -> tuple[list[int], float]:

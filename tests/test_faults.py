@@ -10,9 +10,10 @@ import pytest
 
 from fuselora.errors import Fault, Refused
 from fuselora.families import Family
-from fuselora.faults import ALLOWED, ZERO_VALUED, Checked, check, is_zero
+from fuselora.faults import Checked, check
 from fuselora.marker import FINGERPRINT_KEY, encode
 from fuselora.match import match
+from fuselora.misses import ALLOWED, ZERO_VALUED, is_zero
 from fuselora.specs import AlphaSpec, LoraSpec, Request
 from fuselora.synth import Spec, write_safetensors
 from fuselora.targets import assign

@@ -242,10 +242,10 @@ def header_of(plan: FusePlan, folder: Path) -> dict[str, TensorInfo]:
 @pytest.mark.parametrize("layout", ["native", "diffusers"])
 def test_float32_kept_names_stay_unless_uniform(tmp_path: Path, wan_lora: Path, layout: str) -> None:
     which = "diffusers" if layout == "diffusers" else "native"
-    base = synth.write_file(tmp_path / "base.safetensors", SIZE, layout=which, prefix="", dtype="F32")  # type: ignore[arg-type]
+    base = synth.write_file(tmp_path / "base.safetensors", SIZE, layout=which, prefix="", dtype="F32")
     plan = planned(base, [wan_lora], dtype="bfloat16")
     dtypes = {name: tensor.dtype for name, tensor in header_of(plan, tmp_path).items()}
-    kept = {name for name in dtypes if WAN.keeps_float32(name, which)}  # type: ignore[arg-type]
+    kept = {name for name in dtypes if WAN.keeps_float32(name, which)}
     assert kept
     assert {name for name, dtype in dtypes.items() if dtype == "F32"} == kept
     assert {dtypes[name] for name in dtypes.keys() - kept} == {"BF16"}

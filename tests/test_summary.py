@@ -115,7 +115,7 @@ def test_where_stars_the_number_of_the_block_and_no_other(tmp_path: Path) -> Non
         "x.bias",
     ]
     lora = open_lora(tmp_path / "x.safetensors", pair("q"))
-    assert where(tuple(Hit(key, lora.modules[0], DIFF) for key in keys)) == {
+    assert where(tuple(Hit(key, lora.modules[0], DIFF, (4, 4)) for key in keys)) == {
         "blocks.*.ffn.net.0.proj.weight": 2,
         "blocks.*.ffn.net.2.weight": 1,
         "x.bias": 1,

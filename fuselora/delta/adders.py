@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from fuselora.delta import boft, difference, dora, embedding, experts, glora, ia3, loha, lokr, low_rank, oft
+from fuselora.families.runs import meeting
 from fuselora.kinds.kind import MAGNITUDES
 
 if TYPE_CHECKING:
     from fuselora.delta.sums import Sums
+    from fuselora.families.runs import Runs
     from fuselora.planning import Delta
 
 # (base rows as stored, first, last) -> the delta's rows, or the changed ones where the kind moves
@@ -25,7 +27,7 @@ class Factors(Protocol):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the base tensor as a matrix."""
+        """Of the tensor that the delta was made for, as a matrix."""
 
     def whole(self, part: str) -> torch.Tensor:
         """A part in its own shape."""
@@ -72,6 +74,29 @@ TERMS: Mapping[str, Callable[[Delta, Factors, Sums], Term]] = {
 
 def adder(delta: Delta, factors: Factors, sums: Sums) -> Adder:
     """Reads what the delta keeps in memory. Raises ``ChangedError`` when a LoRA is not what it was."""
+    found = _adder(delta, factors, sums)
+    if delta.n_columns:
+        found = to_columns(found, delta.n_columns)
+    return to_rows(found, delta.rows) if delta.rows else found
+
+
+def to_columns(add: Adder, n_columns: int) -> Adder:
+    """The same for a base that has more columns than the delta."""
+    return lambda total, base, first, last: add(total[:, :n_columns], base[:, :n_columns], first, last)
+
+
+def to_rows(add: Adder, rows: Runs) -> Adder:
+    """The same for a base that has the delta's rows elsewhere; ``add`` gets those of the delta."""
+
+    def add_there(total: torch.Tensor, base: torch.Tensor, first: int, last: int) -> None:
+        for at, other, n in meeting(rows, first, last):
+            there = slice(at - first, at - first + n)
+            add(total[there], base[there], other, other + n)
+
+    return add_there
+
+
+def _adder(delta: Delta, factors: Factors, sums: Sums) -> Adder:
     decomposes = not MAGNITUDES.isdisjoint(delta.factors)
     if delta.kind.name == "pair" and not decomposes:
         return low_rank.adder(delta, factors, sums)

@@ -101,7 +101,7 @@ def _ranges(step: Copy) -> Iterator[Part]:
 
 def _rows(step: Fuse) -> Iterator[Part]:
     """As many chunks of the grid as a block holds, or one."""
-    base_row = step.columns * DTYPE_BITS[step.base_dtype] // 8
+    base_row = step.base_columns * DTYPE_BITS[step.base_dtype] // 8
     out_row = step.columns * DTYPE_BITS[step.dtype] // 8
     first = 0
     while first < len(step.chunks):

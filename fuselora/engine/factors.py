@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from fuselora.reading import changed, reading
 from fuselora.tensors import view
 
 if TYPE_CHECKING:
-    from fuselora.planning import Factor
+    from fuselora.planning import Delta, Factor
 
 READ_ELEMENTS = 1 << 20
 CPU = torch.device("cpu")
@@ -23,27 +23,31 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A delta's factors on the device that sums them; ``base`` is the tensor that they are for."""
+    """A delta's factors on the device that sums them; ``base_tensor`` is what they are for.
 
-    factors: Mapping[str, Factor]
+    It need not have the shape of the layer that the delta was made for.
+    """
+
+    delta: Delta
     base_tensor: Factor
     dtype: torch.dtype
     device: torch.device = CPU
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.base_tensor.matrix
+        rows, columns = self.base_tensor.matrix
+        return self.delta.n_rows or rows, self.delta.n_columns or columns
 
     def whole(self, part: str) -> torch.Tensor:
-        return read_factor(self.factors[part], self.dtype).to(self.device)
+        return read_factor(self.delta.factors[part], self.dtype).to(self.device)
 
     def matrix(self, part: str) -> torch.Tensor:
         found = self.whole(part)
         return found.view(found.shape[0], -1)
 
     def rows(self, part: str, first: int, last: int) -> torch.Tensor:
-        columns = self.base_tensor.shape[1]
-        return read_rows(self.factors[part], columns, first, last, self.dtype).to(self.device)
+        columns = self.shape[1]
+        return read_rows(self.delta.factors[part], columns, first, last, self.dtype).to(self.device)
 
     def base(self, first: int, last: int) -> torch.Tensor:
         columns = self.base_tensor.shape[1]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -17,12 +18,15 @@ from fuselora.delta.sums import Sums
 from fuselora.engine.factors import CPU, Read, read_joined
 from fuselora.engine.settings import exact_settings
 from fuselora.errors import NumericError
+from fuselora.families.runs import Run, meeting
 from fuselora.planning import UNIT_ROWS, Fuse
 from fuselora.tensors import all_finite, view
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fuselora.families.runs import Runs
+    from fuselora.planning import Delta
     from fuselora.specs import Kernel as KernelName
 
 
@@ -81,19 +85,24 @@ class Loaded:
 
         Raises ``NumericError`` if any element is not finite, and what ``check`` raises before each chunk.
         """
-        start, end = chunks[0][0], chunks[-1][1]
-        shape = (end - start, self.step.columns)
-        n_elements = shape[0] * shape[1]
-        base = view(source, self.step.base_dtype, n_elements).view(shape)
-        out = view(target, self.step.dtype, n_elements).view(shape)
+        start, n_rows = chunks[0][0], chunks[-1][1] - chunks[0][0]
+        step, columns = self.step, self.step.columns
+        base = view(source, step.base_dtype, n_rows * step.base_columns).view(n_rows, step.base_columns)
+        out = view(target, step.dtype, n_rows * columns).view(n_rows, columns)
         lost = Lost()
         for first, last in chunks:
             check()
             rows = slice(first - start, last - start)
-            lost += self.sum.rows(base[rows], out[rows], first, last)
+            lost += self.sum.rows(_widened(base[rows], columns), out[rows], first, last)
             if not all_finite(out[rows]):
                 raise _non_finite(self.step)
         return lost
+
+
+def _widened(base: torch.Tensor, columns: int) -> torch.Tensor:
+    """Rows with zeros behind them, itself where it has all columns."""
+    missing = columns - base.shape[1]
+    return torch.nn.functional.pad(base, (0, missing)) if missing else base
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +127,7 @@ class Wide:
 
 def adders(step: Fuse, sums: Sums, device: torch.device = CPU) -> tuple[Adder, ...]:
     """What adds each delta of a step, in order."""
-    return tuple(
-        adder(delta, Read(delta.factors, step.base, sums.dtype, device), sums) for delta in step.deltas
-    )
+    return tuple(adder(delta, Read(delta, step.base, sums.dtype, device), sums) for delta in step.deltas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +149,8 @@ class _WideSum:
 class NarrowBf16:
     """bfloat16 base, factors and output in one pass: products and sums in float32, rounded once at the end.
 
-    Several pairs become one by joining their ranks, which needs one scale for all. The CPU's bfloat16
-    instructions take what is smaller than 2^-126 for zero.
+    Several pairs on the same rows become one by joining their ranks, which needs one scale for all; pairs on
+    other rows stay apart. The CPU's bfloat16 instructions take what is smaller than 2^-126 for zero.
     """
 
     name: str = "bf16-addmm"
@@ -154,36 +161,78 @@ class NarrowBf16:
             return False
         pairs = all(d.kind.name == "pair" and d.factors.keys() == {"up", "down"} for d in step.deltas)
         dtypes = {factor.dtype for delta in step.deltas for factor in delta.factors.values()}
-        return pairs and dtypes == {"BF16"} and len({delta.scale for delta in step.deltas}) == 1
+        groups = _by_rows(step)
+        one_scale = all(len({delta.scale for delta in deltas}) == 1 for deltas in groups.values())
+        whole = not any(delta.n_columns for delta in step.deltas)
+        return whole and pairs and dtypes == {"BF16"} and one_scale and _apart(groups)
 
     def load(self, step: Fuse) -> Sum:
-        up = read_joined([delta.factors["up"] for delta in step.deltas], torch.bfloat16, dim=1)
-        down = read_joined([delta.factors["down"] for delta in step.deltas], torch.bfloat16, dim=0)
-        return _Bf16Sum(up, down, step.deltas[0].scale)
+        return _Bf16Sum(tuple(_joined(rows, deltas) for rows, deltas in _by_rows(step).items()))
+
+
+def _by_rows(step: Fuse) -> dict[Runs, list[Delta]]:
+    """A step's deltas by the rows that they are for."""
+    found: dict[Runs, list[Delta]] = {}
+    for delta in step.deltas:
+        found.setdefault(delta.rows or (Run(0, 0, step.rows),), []).append(delta)
+    return found
+
+
+def _apart(groups: Iterable[Runs]) -> bool:
+    """Whether no row is in two groups, and so is rounded once."""
+    runs = sorted(run for rows in groups for run in rows)
+    return all(one.first + one.n <= two.first for one, two in pairwise(runs))
+
+
+def _joined(rows: Runs, deltas: Sequence[Delta]) -> _JoinedPair:
+    up = read_joined([delta.factors["up"] for delta in deltas], torch.bfloat16, dim=1)
+    down = read_joined([delta.factors["down"] for delta in deltas], torch.bfloat16, dim=0)
+    return _JoinedPair(rows, up, down, deltas[0].scale)
+
+
+@dataclass(frozen=True, slots=True)
+class _JoinedPair:
+    """All pairs on some rows of the base, as one."""
+
+    rows: Runs
+    up: torch.Tensor
+    down: torch.Tensor
+    scale: float
+
+    def add(self, out: torch.Tensor, first: int, last: int) -> None:
+        """Onto rows ``first`` to ``last`` of the base, those that it has."""
+        for there, up in self._meeting(first, last):
+            out[there].addmm_(up, self.down, alpha=self.scale)
+
+    def add_exact(self, total: torch.Tensor, first: int, last: int) -> None:
+        """The same onto float32, in pieces: all of ``down`` would be twice its memory."""
+        for there, up in self._meeting(first, last):
+            for start in range(0, total.shape[1], SAMPLE_COLUMNS):
+                columns = slice(start, start + SAMPLE_COLUMNS)
+                down = self.down[:, columns].float()
+                FLOAT32_SUMS.add_product(total[there, columns], up.float(), down, self.scale)
+
+    def _meeting(self, first: int, last: int) -> Iterator[tuple[slice, torch.Tensor]]:
+        for at, other, n in meeting(self.rows, first, last):
+            yield slice(at - first, at - first + n), self.up[other : other + n]
 
 
 @dataclass(frozen=True, slots=True)
 class _Bf16Sum:
-    up: torch.Tensor
-    down: torch.Tensor
-    scale: float
+    pairs: tuple[_JoinedPair, ...]
 
     def rows(self, base: torch.Tensor, out: torch.Tensor, first: int, last: int) -> Lost:
         before = base[:UNIT_ROWS].float() if first == 0 else None
         if out.data_ptr() != base.data_ptr():
             out.copy_(base)
-        out.addmm_(self.up[first:last], self.down, alpha=self.scale)
+        for pair in self.pairs:
+            pair.add(out, first, last)
         if before is None:
             return Lost()
-        return count_lost(before, self._exact(before), out[:UNIT_ROWS])
-
-    def _exact(self, before: torch.Tensor) -> torch.Tensor:
-        """The sum of the first rows in float32, in pieces: all of ``down`` would be twice its memory."""
-        total, up = before.clone(), self.up[: len(before)].float()
-        for first in range(0, total.shape[1], SAMPLE_COLUMNS):
-            columns = slice(first, first + SAMPLE_COLUMNS)
-            FLOAT32_SUMS.add_product(total[:, columns], up, self.down[:, columns].float(), self.scale)
-        return total
+        exact = before.clone()
+        for pair in self.pairs:
+            pair.add_exact(exact, 0, len(exact))
+        return count_lost(before, exact, out[:UNIT_ROWS])
 
 
 FLOAT32 = Wide("float32", FLOAT32_SUMS, lambda total, dtype: total.to(dtype))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from fuselora.families.family import Branch, Family, FewStep, Kin, Layout, Measure, SkipRule
+from fuselora.families.family import Family, Layout, Sign
+from fuselora.families.few_step import FewStep
+from fuselora.families.kin import Branch, Kin, Measure, SkipRule
 from fuselora.families.wan import WAN
 
 FAMILIES: tuple[Family, ...] = (WAN,)
 
-__all__ = ["FAMILIES", "Branch", "Family", "FewStep", "Kin", "Layout", "Measure", "SkipRule"]
+__all__ = ["FAMILIES", "Branch", "Family", "FewStep", "Kin", "Layout", "Measure", "Sign", "SkipRule"]

@@ -1,252 +1,243 @@
 """The shape of a family's data, and the questions it answers: whose name, which layout, what kin.
 
-A pattern is a dotted name as in ``families.pattern``.
+Every family has a canonical layout, in which the rest of its data speaks; the others are rows that lead
+there. A pattern is a dotted name as in ``families.pattern``.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cached_property
 
+from fuselora.families.few_step import FewStep, few_step_named
+from fuselora.families.kin import Branch, Kin, Measure, SkipRule
 from fuselora.families.model_class import ModelClass
-from fuselora.families.pattern import Shapes, any_of, compiled
+from fuselora.families.pattern import Shapes, compiled, filled, split_leaf, unnumbered
+from fuselora.families.renames import Renames, Spelled
+from fuselora.families.runs import Runs
 
-Layout = Literal["native", "diffusers"]
-LEAVES = ("weight", "bias")
-
-
-@dataclass(frozen=True, slots=True)
-class SkipRule:
-    """LoRA modules (native patterns) that a base may lack without harm.
-
-    They are an explained skip only when the base's tensor ``witness`` (a native name) has one of
-    ``sizes`` along ``axis``; on any other base they stay unmatched, grouped under ``reason``.
-    """
-
-    reason: str
-    modules: tuple[str, ...]
-    witness: str
-    axis: int
-    sizes: tuple[int, ...]
-
-    def covers(self, module: str) -> bool:
-        return any(compiled(pattern).fullmatch(module) for pattern in self.modules)
-
-    def covers_flat(self, module: str) -> bool:
-        """The same for a kohya name, in which every dot is an underscore."""
-        return any(compiled(pattern.replace(".", "_")).fullmatch(module) for pattern in self.modules)
-
-    def harmless(self, native_shapes: Shapes) -> bool:
-        shape = native_shapes.get(self.witness, ())
-        return len(shape) > self.axis and shape[self.axis] in self.sizes
+Layout = str  # "diffusers", "native", or what a family calls one more
 
 
 @dataclass(frozen=True, slots=True)
-class Kin:
-    """Published models that share one set of names and shapes.
+class Sign:
+    """What tells a layout whose names another layout has as well.
 
-    ``models`` are whole models; of each of ``expert_of`` this is one of two experts. ``witnesses``
-    maps a native tensor name to its shape: -1 for any size, () for "is absent".
+    ``base_has``: a pattern of tensors that only such a base has. ``lora_key``: searched for in a LoRA's keys.
     """
 
-    models: tuple[str, ...]
-    expert_of: tuple[str, ...]
-    blocks: int
-    witnesses: Mapping[str, tuple[int, ...]]
-
-    def named(self, n_experts: int) -> tuple[str, ...]:
-        if n_experts > 1:
-            return self.expert_of
-        return (*self.models, *(f"{model} (one expert)" for model in self.expert_of))
+    layout: Layout
+    base_has: str = ""
+    lora_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
-    """A size that a LoRA's deltas show: ``shown_by`` maps an axis to native tensor patterns.
-
-    ``witness`` is the tensor and axis by which a ``Kin`` states the same size.
-    """
+class Piece:
+    """A canonical tensor, or what a tensor of another layout has of it: ``runs`` lead from that one to it."""
 
     name: str
-    witness: tuple[str, int]
-    shown_by: Mapping[int, tuple[str, ...]]
-
-    def of(self, native: Shapes) -> frozenset[int]:
-        """Every size that tensors of these shapes show; more than one when they disagree."""
-        found = ((axis, any_of(patterns)) for axis, patterns in self.shown_by.items())
-        return frozenset(
-            shape[axis]
-            for axis, pattern in found
-            for name, shape in native.items()
-            if len(shape) > axis and pattern.fullmatch(name)
-        )
-
-    def allows(self, sizes: frozenset[int], kin: Kin) -> bool:
-        tensor, axis = self.witness
-        stated = kin.witnesses.get(tensor, ())[axis : axis + 1]
-        return stated in ((), (-1,)) or sizes <= frozenset(stated)
+    shape: tuple[int, ...]
+    runs: Runs
 
 
 @dataclass(frozen=True, slots=True)
-class Branch:
-    """Modules (native patterns) that some models of a family have; those have the tensor ``witness``."""
+class Spelling:
+    """A tensor as a layout spells it, and the canonical ones that it is made of."""
 
     name: str
-    modules: tuple[str, ...]
-    witness: str
-
-    def is_in(self, native: Iterable[str]) -> bool:
-        """Whether tensors of these names have any of it."""
-        pattern = any_of(self.modules)
-        return any(pattern.fullmatch(_split_leaf(name)[0]) for name in native)
-
-    def allows(self, present: bool, kin: Kin) -> bool:
-        return not present or kin.witnesses.get(self.witness) != ()
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FewStep:
-    """Published few-step LoRAs, known by their name, and how those who made them sample.
-
-    ``pattern`` is searched for in a file's, folder's or repository's name, case aside. ``source`` says
-    where the values are published; one that is not, or not as one number, is None. ``remark`` is what
-    none of the fields can say.
-    """
-
-    name: str
-    pattern: str
-    source: str
-    num_inference_steps: int | None = None
-    guidance_scale: float | None = None
-    flow_shift: float | None = None
-    solver: str | None = None
-    remark: str | None = None
-
-
-class Renames:
-    """(native, diffusers) patterns of modules and bare parameters, compiled for both directions."""
-
-    def __init__(self, rows: tuple[tuple[str, str], ...]) -> None:
-        self.rows = rows
-        native, diffusers = [row[0] for row in rows], [row[1] for row in rows]
-        self._patterns: dict[Layout, re.Pattern[str]] = {
-            "native": _numbered(native),
-            "diffusers": _numbered(diffusers),
-        }
-        self._flat: dict[Layout, re.Pattern[str]] = {
-            "native": _numbered([name.replace(".", "_") for name in native]),
-            "diffusers": _numbered([name.replace(".", "_") for name in diffusers]),
-        }
-        self._spellings: dict[Layout, list[str]] = {"native": native, "diffusers": diffusers}
-
-    def translate(self, stem: str, to: Layout) -> str:
-        """A name of the other layout as ``to`` spells it; unchanged if no row speaks of it."""
-        found = self._patterns[_OTHER[to]].fullmatch(stem)
-        return self._spelled(found, to) if found else stem
-
-    def dotted(self, flat: str) -> str | None:
-        """A name in which every dot became an underscore, as the row that fits it spells it."""
-        for layout, pattern in self._flat.items():
-            if found := pattern.fullmatch(flat):
-                return self._spelled(found, layout)
-        return None
-
-    def only_in(self, stem: str) -> Layout | None:
-        """The one layout that uses this name; None when both do, or neither."""
-        native = self._patterns["native"].fullmatch(stem) is not None
-        diffusers = self._patterns["diffusers"].fullmatch(stem) is not None
-        if native == diffusers:
-            return None
-        return "native" if native else "diffusers"
-
-    def _spelled(self, found: re.Match[str], to: Layout) -> str:
-        """The row that ``found`` fits, with its numbers, as ``to`` spells it."""
-        assert found.lastgroup is not None and found.lastindex is not None
-        spelling = self._spellings[to][int(found.lastgroup[1:])]
-        numbers = [number for number in found.groups()[found.lastindex :] if number is not None]
-        return spelling.replace("{n}", "{}").format(*numbers)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, so that what is derived stays
 class Family:
     """One model family.
 
-    ``signature``: patterns of tensors, in any layout, of which one is enough to recognise it.
-    ``renames``: names that the layouts spell differently. ``block``: the native pattern whose count
-    is the number of blocks. ``keep_float32``: name segments (diffusers spelling) that the model class
-    keeps in float32. ``experts``: component -> role, for families that come as two experts.
-    ``measures`` and ``branches``: what tells the models apart by a LoRA alone. ``few_step``: of the rows
-    that fit a name the first counts. ``boundary_ratios``: model -> the part of the noise schedule, from
-    the end, that is the second expert's. ``classes``: diffusers' classes of these models.
+    ``canonical`` is the layout that all patterns here are in, the one that splits tensors most; ``layouts``
+    are the others. ``names``: patterns of all modules and bare parameters. ``block``: the pattern whose
+    count is the number of blocks. ``keep_float32``: name segments (diffusers spelling) that the model class
+    keeps in float32. ``experts``: component -> role, for families that come as two experts. ``measures`` and
+    ``branches``: what tells the models apart by a LoRA alone. ``few_step``: of the rows that fit a name the
+    first counts. ``boundary_ratios``: model -> the part of the noise schedule, from the end, that is the
+    second expert's. ``classes``: diffusers' classes of these models. ``signs``: of layouts that share names,
+    the one whose sign is not there being the first in ``layouts``. ``widens``: weights that a LoRA may give
+    more columns, and the field of config.json that counts them.
     """
 
     name: str
-    signature: tuple[str, ...]
-    renames: Renames
+    canonical: Layout
+    layouts: Mapping[Layout, Renames]
+    names: frozenset[str]
     block: str
-    keep_float32: frozenset[str]
-    experts: Mapping[str, str]
-    skips: tuple[SkipRule, ...]
     kin: tuple[Kin, ...]
+    keep_float32: frozenset[str] = frozenset()
+    experts: Mapping[str, str] = field(default_factory=dict)
+    skips: tuple[SkipRule, ...] = ()
     measures: tuple[Measure, ...] = ()
     branches: tuple[Branch, ...] = ()
     few_step: tuple[FewStep, ...] = ()
     boundary_ratios: Mapping[str, float] = field(default_factory=dict)
     classes: tuple[ModelClass, ...] = ()
+    signs: tuple[Sign, ...] = ()
+    widens: Mapping[str, str] = field(default_factory=dict)
 
-    def recognises(self, names: Iterable[str]) -> bool:
-        signature = any_of(self.signature)
-        return any(signature.fullmatch(name) for name in names)
+    # Names
 
-    def translate(self, name: str, to: Layout) -> str:
-        """A tensor or module name of the other layout as ``to`` spells it.
+    @property
+    def all_layouts(self) -> tuple[Layout, ...]:
+        return (self.canonical, *self.layouts)
 
-        Not for names that are spelled so already: Wan's ``norm2`` and ``norm3`` mean the opposite in
-        each layout.
-        """
-        stem, leaf = _split_leaf(name)
-        return self.renames.translate(stem, to) + leaf
+    def share(self, names: Iterable[str]) -> float:
+        """The part of these tensor or module names, in any layout, that the family has."""
+        known = self._known
+        found = [unnumbered(split_leaf(name)[0]) in known or unnumbered(name) in known for name in names]
+        return sum(found) / len(found) if found else 0.0
+
+    @cached_property
+    def _known(self) -> frozenset[str]:
+        theirs = (row.theirs for renames in self.layouts.values() for row in renames.rows)
+        return frozenset(map(unnumbered, (*self.names, *theirs)))
+
+    def canonical_name(self, name: str, layout: Layout | None) -> str:
+        """The canonical name of a tensor or module of ``layout``, the first where it is made of several."""
+        found = self._row_of(name, layout)
+        return found[0].ours[0] + found[1] if found else name
+
+    def spelled_in(self, canonical: str, layout: Layout) -> str:
+        """What ``layout`` calls the tensor or module that has this canonical one."""
+        if layout == self.canonical:
+            return canonical
+        found = _by_name(self.layouts[layout].of_ours, canonical)
+        return found[0].theirs + found[1] if found else canonical
+
+    def translate(self, name: str, layout: Layout | None, to: Layout) -> str:
+        """A tensor or module name of ``layout`` as ``to`` spells it."""
+        return self.spelled_in(self.canonical_name(name, layout), to)
+
+    def only_renames(self, layout: Layout) -> bool:
+        """Whether tensors of ``layout`` differ from the canonical ones in name alone."""
+        return layout == self.canonical or all(row.is_plain for row in self.layouts[layout].rows)
+
+    def dotted(self, flat: str) -> str | None:
+        """A name in which every dot became an underscore, as a row or canonical pattern spells it."""
+        found = filter(None, (renames.dotted(flat) for renames in self.layouts.values()))
+        return next(found, None) or self._dotted_canonical(flat)
+
+    def _dotted_canonical(self, flat: str) -> str | None:
+        for pattern in sorted(self.names):
+            if found := compiled(pattern.replace(".", "_")).fullmatch(flat):
+                return filled(pattern, found.groups())
+        return None
 
     def layout_of(self, names: Iterable[str]) -> Layout | None:
-        """The layout in which more of ``names`` are spelled; None when neither says anything."""
-        votes = Counter(self.renames.only_in(_split_leaf(name)[0]) for name in names)
-        if votes["native"] == votes["diffusers"]:
-            return None
-        return "native" if votes["native"] > votes["diffusers"] else "diffusers"
+        """The layout in which most of ``names`` are spelled; None when no one layout has most."""
+        names = tuple(names)
+        votes = Counter(layout for name in names if (layout := self._only_in(name)))
+        most = [layout for layout, n in votes.items() if n == max(votes.values())]
+        if most:
+            return most[0] if len(most) == 1 else None
+        return self._by_sign(names)
+
+    def layout_of_keys(self, keys: Iterable[str]) -> Layout | None:
+        """Of layouts that share their names, the one whose sign is among a LoRA's keys, else the first."""
+        keys = tuple(keys)
+        for sign in self.signs:
+            if sign.lora_key and any(re.search(sign.lora_key, key) for key in keys):
+                return sign.layout
+        return next(iter(self.layouts)) if self.signs else None
+
+    def _by_sign(self, names: Iterable[str]) -> Layout | None:
+        """Of layouts that share their names, the one that a tensor is the sign of, else the first."""
+        for sign in self.signs:
+            if sign.base_has and any(compiled(sign.base_has).fullmatch(name) for name in names):
+                return sign.layout
+        return next(iter(self.layouts)) if self.signs else None
+
+    def _only_in(self, name: str) -> Layout | None:
+        """The one layout that spells a tensor so, where the layouts differ about it."""
+        found = [layout for layout in self.layouts if self._row_of(name, layout)]
+        found += [self.canonical] * any(_by_name(r.of_ours, name) for r in self.layouts.values())
+        return found[0] if len(found) == 1 else None
+
+    def _row_of(self, name: str, layout: Layout | None) -> tuple[Spelled, str] | None:
+        renames = self.layouts.get(layout) if layout else None
+        return _by_name(renames.of_theirs, name) if renames else None
+
+    # Shapes
+
+    def pieces(self, name: str, shapes: Shapes, layout: Layout | None) -> tuple[Piece, ...]:
+        """The canonical tensors that the tensor ``name`` of ``layout`` is made of.
+
+        Raises ``ValueError`` where its shape has no room for them.
+        """
+        shape, found = shapes[name], self._row_of(name, layout)
+        if found is None:
+            return (Piece(name, shape, ()),)
+        spelled, leaf = found
+        if spelled.row.is_plain:
+            return (Piece(spelled.ours[0] + leaf, shape, ()),)
+        weight = shapes.get(spelled.theirs + ".weight", shape)
+        sizes = spelled.row.sizes((*shape[:1], *weight[1:]), len(spelled.ours))
+        return tuple(
+            Piece(ours + leaf, (size, *shape[1:]), runs)
+            for ours, size, runs in zip(spelled.ours, sizes, spelled.runs(sizes), strict=True)
+        )
+
+    def spellings(self, canonical: Shapes, layout: Layout) -> Iterator[Spelling]:
+        """Every tensor of ``layout`` that can be made of canonical ones of these names and shapes."""
+        if layout == self.canonical:
+            yield from (Spelling(n, shape, (Piece(n, shape, ()),)) for n, shape in canonical.items())
+            return
+        for name, shape in canonical.items():
+            found = _by_name(self.layouts[layout].of_ours, name)
+            if found is None:
+                yield Spelling(name, shape, (Piece(name, shape, ()),))
+            elif found[0].row.is_plain:
+                yield Spelling(found[0].theirs + found[1], shape, (Piece(name, shape, ()),))
+            elif found[0].part == 0 and (spelling := _assembled(*found, canonical)):
+                yield spelling
+
+    def canonical_shapes(self, shapes: Shapes, layout: Layout | None = None) -> Shapes:
+        """The same tensors by canonical names; what is no tensor of the layout stays as it is."""
+        layout = layout or self.layout_of(shapes)
+        if layout in (None, self.canonical):
+            return shapes
+        pieces = (piece for name in shapes for piece in self._pieces_or_it(name, shapes, layout))
+        return {piece.name: piece.shape for piece in pieces}
+
+    def _pieces_or_it(self, name: str, shapes: Shapes, layout: Layout | None) -> tuple[Piece, ...]:
+        try:
+            return self.pieces(name, shapes, layout)
+        except ValueError:
+            return (Piece(self.canonical_name(name, layout), (), ()),)
 
     def keeps_float32(self, name: str, layout: Layout | None) -> bool:
         """Whether the model class keeps this tensor of a checkpoint in ``layout`` in float32."""
-        spelled = self.translate(name, "diffusers") if layout == "native" else name
+        spelled = name
+        if layout not in (None, "diffusers") and "diffusers" in self.all_layouts:
+            spelled = self.translate(name, layout, "diffusers")
         return not self.keep_float32.isdisjoint(spelled.split("."))
+
+    # Models
 
     def models_of(self, shapes: Shapes, n_experts: int = 1) -> tuple[str, ...]:
         """The published models that tensors of these names (any layout) and shapes belong to."""
-        native = self.native_shapes(shapes)
-        return tuple(model for kin in self.kin if self._is_kin(kin, native) for model in kin.named(n_experts))
+        found = self.canonical_shapes(shapes)
+        return tuple(model for kin in self.kin if self._is_kin(kin, found) for model in kin.named(n_experts))
 
-    def native_shapes(self, shapes: Shapes) -> Shapes:
-        """The same shapes by native names, whichever layout the names are in."""
-        if self.layout_of(shapes) != "diffusers":
-            return shapes
-        return {self.translate(name, "native"): shape for name, shape in shapes.items()}
-
-    def n_blocks(self, native_names: Iterable[str]) -> int:
-        """How many blocks have a tensor among ``native_names``."""
-        return len(self.block_numbers(native_names))
-
-    def block_numbers(self, native_names: Iterable[str]) -> frozenset[int]:
-        """The blocks that have a tensor among ``native_names``."""
+    def block_numbers(self, names: Iterable[str]) -> frozenset[int]:
+        """The blocks that have a tensor among these canonical ``names``."""
         pattern = compiled(self.block)
-        return frozenset(int(found.group(1)) for name in native_names if (found := pattern.match(name)))
+        return frozenset(int(found.group(1)) for name in names if (found := pattern.match(name)))
 
-    def kin_of_deltas(self, native: Shapes) -> tuple[Kin, ...]:
-        """The models that have room for all deltas of a LoRA, given by native tensor names."""
-        n_blocks = max(self.block_numbers(native), default=-1) + 1
-        sizes = [(measure, measure.of(native)) for measure in self.measures]
-        branches = [(branch, branch.is_in(native)) for branch in self.branches]
+    def kin_of_deltas(self, canonical: Shapes) -> tuple[Kin, ...]:
+        """The models that have room for all deltas of a LoRA, given by canonical tensor names."""
+        n_blocks = max(self.block_numbers(canonical), default=-1) + 1
+        sizes = [(measure, measure.of(canonical)) for measure in self.measures]
+        branches = [(branch, branch.is_in(canonical)) for branch in self.branches]
         return tuple(
             kin
             for kin in self.kin
@@ -255,51 +246,46 @@ class Family:
             and all(branch.allows(present, kin) for branch, present in branches)
         )
 
-    def kin_but_for(self, rule: SkipRule, native: Shapes) -> tuple[Kin, ...]:
+    def kin_but_for(self, rule: SkipRule, canonical: Shapes) -> tuple[Kin, ...]:
         """The models that have room for all deltas but those that ``rule`` lets them lack."""
-        rest = {name: shape for name, shape in native.items() if not rule.covers(_split_leaf(name)[0])}
-        if len(rest) == len(native):
+        rest = {name: shape for name, shape in canonical.items() if not rule.covers(split_leaf(name)[0])}
+        if len(rest) == len(canonical):
             return ()
-        whole = self.kin_of_deltas(native)
+        whole = self.kin_of_deltas(canonical)
         return tuple(k for k in self.kin_of_deltas(rest) if k not in whole and rule.harmless(k.witnesses))
 
     def few_step_named(self, name: str) -> FewStep | None:
-        """The published few-step LoRA that a file, folder or repository of this name is.
+        """The published few-step LoRA that a file, folder or repository of this name is."""
+        return few_step_named(self.few_step, name)
 
-        None if the name has words of its own beside: such a LoRA was made for a published one, or with it.
-        """
-        for row in self.few_step:
-            found = re.search(row.pattern, name, re.IGNORECASE)
-            if found:
-                beside = re.findall("[a-z]+", f"{name[: found.start()]} {name[found.end() :]}".lower())
-                return row if RELEASE_WORDS.issuperset(beside) else None
-        return None
-
-    def _is_kin(self, kin: Kin, native: Shapes) -> bool:
-        if self.n_blocks(native) != kin.blocks:
+    def _is_kin(self, kin: Kin, canonical: Shapes) -> bool:
+        if len(self.block_numbers(canonical)) != kin.blocks:
             return False
-        return all(_fits(native.get(name, ()), shape) for name, shape in kin.witnesses.items())
+        return all(_fits(canonical.get(name, ()), shape) for name, shape in kin.witnesses.items())
 
 
-# Words that releases and their repacks put around a name; single letters are those of t2v, i2v, 14b, v1.1.
-RELEASE_WORDS = frozenset((
-    *"abeimnprtv", "wan", "ti", "high", "low", "noise", "lora", "loras", "rank", "bf", "fp", "fn", "scaled",
-    "model", "models", "step", "steps", "cfg", "distill", "distilled", "adaptive", "resized", "dyno",
-    "diffusers", "safetensors", "comfy", "comfyui", "lightx", "lightning", "kijai", "hf", "extracted",
-    "quantile", "avg", "fro", "new", "moe", "seko", "fastvideo", "fastwan", "fullattn", "turbo", "quanhaol",
-))  # fmt: skip
-_OTHER: Mapping[Layout, Layout] = {"native": "diffusers", "diffusers": "native"}
+def _by_name(find: Callable[[str], Spelled | None], name: str) -> tuple[Spelled, str] | None:
+    """A row that speaks of a whole tensor name, or of its module; with what is left of the name."""
+    if found := find(name):
+        return found, ""
+    stem, leaf = split_leaf(name)
+    found = find(stem) if leaf else None
+    return (found, leaf) if found else None
+
+
+def _assembled(found: Spelled, leaf: str, canonical: Shapes) -> Spelling | None:
+    """The tensor of another layout that is made of several, or of one in another order; None if one lacks."""
+    names = [ours + leaf for ours in found.ours]
+    shapes = [canonical[name] for name in names if name in canonical]
+    if len(shapes) < len(names) or not all(shapes) or len({shape[1:] for shape in shapes}) > 1:
+        return None
+    try:
+        runs = found.runs([shape[0] for shape in shapes])
+    except ValueError:
+        return None
+    whole = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    return Spelling(found.theirs + leaf, whole, tuple(map(Piece, names, shapes, runs)))
 
 
 def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     return len(shape) == len(wanted) and all(w in (-1, s) for s, w in zip(shape, wanted, strict=True))
-
-
-def _split_leaf(name: str) -> tuple[str, str]:
-    stem, dot, leaf = name.rpartition(".")
-    return (stem, dot + leaf) if leaf in LEAVES else (name, "")
-
-
-def _numbered(patterns: Sequence[str]) -> re.Pattern[str]:
-    """One pattern that tells by its outermost group, ``r<row>``, which of ``patterns`` fits."""
-    return re.compile("|".join(f"(?P<r{n}>{compiled(p).pattern})" for n, p in enumerate(patterns)))

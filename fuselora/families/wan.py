@@ -7,7 +7,11 @@ Sources: the published checkpoints' tensor lists; diffusers' WanTransformer3DMod
 
 from __future__ import annotations
 
-from fuselora.families.family import LEAVES, Branch, Family, FewStep, Kin, Measure, Renames, SkipRule
+from fuselora.families.family import Family
+from fuselora.families.few_step import FewStep
+from fuselora.families.kin import Branch, Kin, Measure, SkipRule
+from fuselora.families.pattern import split_leaf
+from fuselora.families.renames import Renames
 from fuselora.families.wan_classes import WAN_CLASSES
 
 # (native, diffusers), inside one transformer block
@@ -51,6 +55,7 @@ STEM = (
     ("vace_blocks.{n}.after_proj", "vace_blocks.{n}.proj_out"),
 )
 BLOCKS = ("blocks.{n}", "vace_blocks.{n}")
+ROWS = STEM + tuple((f"{block}.{native}", f"{block}.{ours}") for block in BLOCKS for native, ours in BLOCK)
 
 IMAGE_MODULES = (
     "blocks.{n}.cross_attn.k_img",
@@ -74,14 +79,6 @@ IMAGE_BRANCH = SkipRule(
     axis=1,
     sizes=(36,),
 )
-
-SIGNATURE = (
-    "blocks.{n}.modulation",
-    "blocks.{n}.scale_shift_table",
-    # attention and feed-forward; norms alone would say too little
-    *(f"{block}.{name}.{leaf}" for block in BLOCKS for row in BLOCK[:17] for name in row for leaf in LEAVES),
-)
-
 
 ATTENTION = tuple(f"{attention}.{linear}" for attention in ("self_attn", "cross_attn") for linear in "qkvo")
 MEASURES = (
@@ -211,10 +208,9 @@ def _vace(blocks: int, dim: int, model: str) -> Kin:
 
 WAN = Family(
     name="wan",
-    signature=SIGNATURE,
-    renames=Renames(
-        STEM + tuple((f"{block}.{native}", f"{block}.{ours}") for block in BLOCKS for native, ours in BLOCK)
-    ),
+    canonical="native",
+    layouts={"diffusers": Renames((diffusers, native) for native, diffusers in ROWS)},
+    names=frozenset(split_leaf(row.name)[0] for kind in WAN_CLASSES for row in kind.rows),
     block="blocks.{n}.",
     # WanTransformer3DModel._keep_in_fp32_modules
     keep_float32=frozenset({"time_embedder", "scale_shift_table", "norm1", "norm2", "norm3"}),

@@ -39,6 +39,12 @@ def axis_of(part: Part, shape: Shape, n_rows: int, outputs_last: bool) -> Axis:
     return "rows" if shape[0] == n_rows and math.prod(shape[1:]) == 1 else "columns"
 
 
+def by_columns(kind: Kind, shapes: Shapes, base: Shape) -> bool:
+    """Whether there is a magnitude of the columns, whose norms are over all rows."""
+    part = magnitude_of(shapes)
+    return part is not None and axis_of(part, shapes[part], base[0], kind.outputs_last) == "columns"
+
+
 def _check(part: Part, kind: Kind, shape: Shape, base: Shape) -> None:
     n_out, n_in = base[:2]
     unfit = BadParts(

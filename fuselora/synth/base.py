@@ -38,7 +38,7 @@ def base_tensors(
 def in_layout(native: str, layout: Layout) -> str:
     """A native module or tensor name, spelled as in ``layout``."""
     # norm2 and norm3 are names in both layouts, so a native name must not be translated "to native".
-    return native if layout == "native" else WAN.translate(native, layout)
+    return WAN.translate(native, "native", layout)
 
 
 def _native_shapes(size: WanSize) -> Iterator[tuple[str, Shape]]:

@@ -429,6 +429,18 @@ def test_B07_a_half_without_its_encoder_is_never_dropped_in_silence(half: str, t
     assert fused.warning("skipped")["modules"] == 1
 
 
+@pytest.mark.parametrize("glob", ["lora_te1_*", "*layers_1*"])
+def test_B07_a_half_that_misses_the_encoder_may_be_allowed_to_stay_out(glob: str, tmp_path: Path) -> None:
+    """The other half is applied; with no hit anywhere nothing allows it."""
+    base = base_with_encoder(tmp_path / "base", f"text_model.{FC1}.weight")
+    missing = std_pair(4, "lora_te1_text_model_encoder_layers_1_mlp_fc1")
+    refuse(base, save(tmp_path / "x.safetensors", {**std_pair(4), **missing}), says=("--allow-unmatched",))
+    fused = fuse(base, tmp_path / "x.safetensors", options=["--allow-unmatched", glob])
+    assert [row["applied"]["pairs"] for row in fused.document["loras"]] == [1, 0]
+    alone = save(tmp_path / "alone.safetensors", missing)
+    refuse(base, alone, says=("0 of 1 modules match",), options=["--allow-unmatched", glob])
+
+
 def test_B07_a_tensor_of_the_encoder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     base = base_with_encoder(tmp_path / "base", f"text_model.{FC1}.weight")
     lora = {**std_pair(4), **std_pair(4, "lora_te1_text_model_encoder_layers_1_mlp_fc1")}

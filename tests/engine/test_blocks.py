@@ -26,7 +26,17 @@ def file_of(steps: Iterable[Step]) -> OutputFile:
 def fuse(rows: int, columns: int, source: int, target: int, dtypes: tuple[str, str] = ("F32", "F32")) -> Fuse:
     base, out = dtypes
     return Fuse(
-        BASE.path, f"{source}", base, out, rows, columns, source, target, chunk_grid(rows, columns), ()
+        BASE.path,
+        f"{source}",
+        base,
+        out,
+        rows,
+        columns,
+        source,
+        target,
+        chunk_grid(rows, columns),
+        (),
+        columns,
     )
 
 

@@ -40,7 +40,7 @@ def step_of(folder: Path, name: str, elements: int) -> Fuse:
     """A step whose factors have that many elements."""
     down = Factor(folder / "lora.safetensors", "down", "BF16", (1, elements // 2), 0, elements)
     delta = low_rank(replace(down, shape=(elements // 2, 1)), down, 1.0)
-    return Fuse(folder / "base", name, "BF16", "BF16", 1, 1, 0, 0, ((0, 1),), (delta,))
+    return Fuse(folder / "base", name, "BF16", "BF16", 1, 1, 0, 0, ((0, 1),), (delta,), 1)
 
 
 class _Loading:

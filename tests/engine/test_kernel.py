@@ -55,7 +55,7 @@ def step(
     rows, columns = weight.shape
     out = CODES[dtype or weight.dtype]
     grid = chunk_grid(rows, columns)
-    return Fuse(Path("base"), key, CODES[weight.dtype], out, rows, columns, 0, 0, grid, deltas)
+    return Fuse(Path("base"), key, CODES[weight.dtype], out, rows, columns, 0, 0, grid, deltas, columns)
 
 
 def load(kernel: Kernel, what: Fuse) -> Loaded:

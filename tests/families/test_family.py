@@ -5,13 +5,18 @@ from __future__ import annotations
 import pytest
 
 from fuselora.families import FAMILIES, Branch, Family, Kin, Layout, Measure, SkipRule
-from fuselora.families.family import Renames
+from fuselora.families.renames import Renames
 
 BLOCK = "layers.{n}"
 TOY = Family(
     name="toy",
-    signature=("layers.{n}.q.weight", "layers.{n}.to_q.weight"),
-    renames=Renames((("layers.{n}.q", "layers.{n}.to_q"), ("a.{n}.b.{n}", "{n}.{n}.c"), ("in", "embed.in"))),
+    canonical="native",
+    layouts={
+        "diffusers": Renames(
+            (("layers.{n}.to_q", "layers.{n}.q"), ("{n}.{n}.c", "a.{n}.b.{n}"), ("embed.in", "in"))
+        )
+    },
+    names=frozenset(("layers.{n}.q", "a.{n}.b.{n}", "in", "tail", "layers.{n}.extra")),
     block="layers.{n}.",
     keep_float32=frozenset({"embed"}),
     experts={"transformer": "high_noise", "transformer_2": "low_noise"},
@@ -38,17 +43,17 @@ TOY = Family(
     ],
 )
 def test_names_translate_both_ways(native: str, diffusers: str) -> None:
-    assert TOY.translate(native, "diffusers") == diffusers
-    assert TOY.translate(diffusers, "native") == native
+    assert TOY.translate(native, "native", "diffusers") == diffusers
+    assert TOY.translate(diffusers, "diffusers", "native") == native
 
 
 @pytest.mark.parametrize(
     "name",
     ["", "x", "layers.0.qq", "xlayers.0.q", "layers.x.q", "layers.0.q.weight.x", "layers.0.q.scale", "input"],
 )
-@pytest.mark.parametrize("to", ["native", "diffusers"])
-def test_a_name_of_which_no_row_speaks_stays(name: str, to: Layout) -> None:
-    assert TOY.translate(name, to) == name
+@pytest.mark.parametrize(("layout", "to"), [("diffusers", "native"), ("native", "diffusers")])
+def test_a_name_of_which_no_row_speaks_stays(name: str, layout: Layout, to: Layout) -> None:
+    assert TOY.translate(name, layout, to) == name
 
 
 @pytest.mark.parametrize(
@@ -61,7 +66,7 @@ def test_a_name_of_which_no_row_speaks_stays(name: str, to: Layout) -> None:
     ],
 )
 def test_flattened_names_are_read_by_the_rows(flat: str, dotted: str | None) -> None:
-    assert TOY.renames.dotted(flat) == dotted
+    assert TOY.dotted(flat) == dotted
 
 
 @pytest.mark.parametrize(
@@ -78,10 +83,17 @@ def test_the_layout_is_that_of_most_names(names: list[str], layout: Layout | Non
     assert TOY.layout_of(names) == layout
 
 
-def test_one_name_is_enough_to_recognise_a_family() -> None:
-    assert TOY.recognises(["x", "layers.7.to_q.weight"])
-    assert not TOY.recognises(["layers.7.to_q.bias", "xlayers.7.q.weight", "layers.7.q.weight.x"])
-    assert not TOY.recognises([])
+@pytest.mark.parametrize(
+    ("names", "share"),
+    [
+        ([], 0.0),
+        (["layers.7.to_q.weight", "layers.7.q", "tail.bias", "embed.in"], 1.0),
+        (["layers.7.to_q.weight", "x"], 0.5),
+        (["xlayers.7.q.weight", "layers.7.q.weight.x", "layers.x.q.weight"], 0.0),
+    ],
+)
+def test_the_share_of_names_that_a_family_has(names: list[str], share: float) -> None:
+    assert TOY.share(names) == share
 
 
 def test_float32_is_kept_by_whole_segments_of_the_diffusers_name() -> None:
@@ -169,15 +181,24 @@ def test_sizes_that_deltas_show() -> None:
     assert measure.of({"layers.4.q.bias": (8,)}) == frozenset()
 
 
+LAYOUTS = [(family, layout) for family in FAMILIES for layout in family.layouts]
+
+
+@pytest.mark.parametrize(("family", "layout"), LAYOUTS, ids=lambda value: getattr(value, "name", value))
+def test_every_layout_s_rows_are_complete_and_differ(family: Family, layout: Layout) -> None:
+    rows = family.layouts[layout].rows
+    theirs, ours = [row.theirs for row in rows], [name for row in rows for name in row.ours]
+    assert len(set(theirs)) == len(theirs)
+    assert len(set(ours)) == len(ours)
+    for row in rows:
+        assert {name.count("{n}") for name in row.ours} == {row.theirs.count("{n}")}
+        assert not row.is_plain or row.ours != (row.theirs,)
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_every_family_s_rows_are_complete_and_differ(family: Family) -> None:
-    native, diffusers = zip(*family.renames.rows, strict=True)
-    assert len(set(native)) == len(native)
-    assert len(set(diffusers)) == len(diffusers)
-    for left, right in family.renames.rows:
-        assert left.count("{n}") == right.count("{n}")
-        assert left != right
+def test_every_family_says_what_tells_its_models(family: Family) -> None:
     assert family.kin
+    assert family.names
     assert all(rule.witness and rule.reason and rule.modules for rule in family.skips)
 
 
@@ -193,7 +214,7 @@ def test_every_family_s_rows_are_complete_and_differ(family: Family) -> None:
     ],
 )
 def test_a_flattened_name_is_read_by_the_rows_alone(flat: str, dotted: str | None) -> None:
-    assert TOY.renames.dotted(flat) == dotted
+    assert TOY.dotted(flat) == dotted
 
 
 def test_a_measure_sees_every_axis_that_shows_it() -> None:

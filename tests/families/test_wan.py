@@ -5,7 +5,8 @@ from __future__ import annotations
 import diffusers
 import pytest
 
-from fuselora.families import FAMILIES, Layout
+from fuselora.families import Layout
+from fuselora.families.recognition import families_of
 from fuselora.families.wan import WAN
 from fuselora.synth import SIZES, base_tensors, tiny
 from tests import listings
@@ -39,22 +40,22 @@ def shapes(base: str, layout: Layout) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("base", LISTED)
 @pytest.mark.parametrize(("here", "there"), [LAYOUTS, LAYOUTS[::-1]])
 def test_renames_carry_one_published_list_into_the_other(base: str, here: Layout, there: Layout) -> None:
-    translated = [WAN.translate(name, there) for name in names(base, here)]
+    translated = [WAN.translate(name, here, there) for name in names(base, here)]
     assert len(set(translated)) == len(translated)
     assert set(translated) == set(names(base, there))
-    assert [WAN.translate(name, here) for name in translated] == names(base, here)
+    assert [WAN.translate(name, there, here) for name in translated] == names(base, here)
 
 
 @pytest.mark.parametrize("base", sorted(SIZES))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_translated_tensors_keep_their_shapes(base: str, layout: Layout) -> None:
-    assert WAN.native_shapes(shapes(base, layout)) == shapes(base, "native")
+    assert WAN.canonical_shapes(shapes(base, layout)) == shapes(base, "native")
 
 
 @pytest.mark.parametrize("base", VACE)
 def test_vace_comes_back_whole(base: str) -> None:
     ours = names(base, "diffusers")
-    assert [WAN.translate(name, "native") for name in ours] == names(base, "native")
+    assert [WAN.translate(name, "diffusers", "native") for name in ours] == names(base, "native")
     assert "vace_blocks.0.proj_in.weight" in ours
     assert "vace_blocks.0.attn1.to_q.weight" in ours
     assert "vace_blocks.1.proj_in.weight" not in ours
@@ -63,7 +64,7 @@ def test_vace_comes_back_whole(base: str) -> None:
 @pytest.mark.parametrize("base", sorted(SIZES))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_base_is_recognised_with_its_layout(base: str, layout: Layout) -> None:
-    assert [family.name for family in FAMILIES if family.recognises(names(base, layout))] == ["wan"]
+    assert families_of(names(base, layout)) == (WAN,)
     assert WAN.layout_of(names(base, layout)) == layout
 
 
@@ -77,7 +78,7 @@ def test_a_base_is_named(base: str, layout: Layout) -> None:
 
 def test_a_small_base_is_wan_and_no_published_model() -> None:
     small = {spec.name: spec.shape for spec in base_tensors(tiny("wan2.2-t2v-a14b"))}
-    assert WAN.recognises(small)
+    assert families_of(small) == (WAN,)
     assert WAN.models_of(small) == WAN.models_of(small, n_experts=2) == ()
 
 
@@ -86,7 +87,7 @@ def test_a_small_base_is_wan_and_no_published_model() -> None:
     ["transformer_blocks.0.attn.to_q.weight", "double_blocks.0.img_attn.qkv.weight", "blocks.0.norm1.weight"],
 )
 def test_other_models_are_not_wan(name: str) -> None:
-    assert not WAN.recognises([name])
+    assert WAN not in families_of([name])
 
 
 @pytest.mark.parametrize("base", sorted(SIZES))
@@ -101,14 +102,6 @@ def test_a_wan21_image_lora_has_room_in_wan22_but_for_the_image_branch() -> None
     deltas = shapes("wan2.1-i2v-14b", "native")
     found = WAN.kin_but_for(WAN.skips[0], deltas)
     assert [name for kin in found for name in kin.expert_of] == ["Wan2.2-I2V-A14B"]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_flattened_modules_are_read_by_the_rows(layout: Layout) -> None:
-    stems = {name.removesuffix(".weight").removesuffix(".bias") for name in names("wan2.1-i2v-14b", layout)}
-    renamed = {stem for stem in stems if WAN.renames.only_in(stem) == layout}
-    assert len(renamed) > 600
-    assert {WAN.renames.dotted(stem.replace(".", "_")) for stem in renamed} == renamed
 
 
 # Float32
@@ -127,7 +120,7 @@ def test_what_is_kept_in_float32_is_what_the_model_class_keeps(base: str) -> Non
 @pytest.mark.parametrize("base", ["wan2.1-i2v-14b", "wan2.1-vace-14b"])
 def test_kept_tensors(base: str, layout: Layout) -> None:
     kept = {name for name in names(base, layout) if WAN.keeps_float32(name, layout)}
-    kept = {WAN.translate(name, "diffusers") for name in kept} if layout == "native" else kept
+    kept = {WAN.translate(name, "native", "diffusers") for name in kept} if layout == "native" else kept
     assert {name for name in kept if not name.startswith(("blocks.", "vace_blocks."))} == {
         "scale_shift_table",
         *(
@@ -152,16 +145,16 @@ def test_kept_tensors(base: str, layout: Layout) -> None:
 
 @pytest.mark.parametrize("block", ["blocks.3", "vace_blocks.3"])
 def test_norm2_and_norm3_change_places(block: str) -> None:
-    assert WAN.translate(f"{block}.norm3.weight", "diffusers") == f"{block}.norm2.weight"
-    assert WAN.translate(f"{block}.norm2.weight", "diffusers") == f"{block}.norm3.weight"
-    assert WAN.translate(f"{block}.norm3.bias", "native") == f"{block}.norm2.bias"
+    assert WAN.translate(f"{block}.norm3.weight", "native", "diffusers") == f"{block}.norm2.weight"
+    assert WAN.translate(f"{block}.norm2.weight", "native", "diffusers") == f"{block}.norm3.weight"
+    assert WAN.translate(f"{block}.norm3.bias", "diffusers", "native") == f"{block}.norm2.bias"
     assert WAN.layout_of([f"{block}.norm2.weight", f"{block}.norm3.bias"]) is None
 
 
 def test_modulations() -> None:
-    assert WAN.translate("head.modulation", "diffusers") == "scale_shift_table"
-    assert WAN.translate("blocks.0.modulation", "diffusers") == "blocks.0.scale_shift_table"
-    assert WAN.translate("scale_shift_table", "native") == "head.modulation"
+    assert WAN.translate("head.modulation", "native", "diffusers") == "scale_shift_table"
+    assert WAN.translate("blocks.0.modulation", "native", "diffusers") == "blocks.0.scale_shift_table"
+    assert WAN.translate("scale_shift_table", "diffusers", "native") == "head.modulation"
 
 
 # The image branch
@@ -180,7 +173,7 @@ def test_the_image_branch_is_what_wan21_i2v_has_more_than_wan22_i2v() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_image_branch_may_be_absent_from_an_image_model_only(layout: Layout) -> None:
-    harmless = {base for base in SIZES if WAN.skips[0].harmless(WAN.native_shapes(shapes(base, layout)))}
+    harmless = {base for base in SIZES if WAN.skips[0].harmless(WAN.canonical_shapes(shapes(base, layout)))}
     assert harmless == {"wan2.1-i2v-14b", "wan2.2-i2v-a14b"}
 
 
@@ -188,9 +181,8 @@ def test_the_image_branch_may_be_absent_from_an_image_model_only(layout: Layout)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_flattened_names_come_back(base: str, layout: Layout) -> None:
     stems = {name.removesuffix(".weight").removesuffix(".bias") for name in names(base, layout)}
-    renamed = [stem for stem in stems if WAN.renames.only_in(stem) or "norm" in stem]
-    assert len(renamed) > 100
-    assert [WAN.renames.dotted(stem.replace(".", "_")) for stem in renamed] == renamed
+    assert len(stems) > 300
+    assert {WAN.dotted(stem.replace(".", "_")) for stem in stems} == stems
 
 
 @pytest.mark.parametrize("base", sorted(SIZES))

@@ -36,7 +36,7 @@ def model_shapes(found: Config) -> Shapes:
 
 
 def in_diffusers_names(shapes: Shapes) -> Shapes:
-    return {WAN.translate(name, "diffusers"): shape for name, shape in shapes.items()}
+    return {WAN.translate(name, "native", "diffusers"): shape for name, shape in shapes.items()}
 
 
 def native(name: str, blocks: int = 2) -> Shapes:

@@ -78,8 +78,8 @@ def test_both_layouts_hold_the_same_values(tmp_path: Path) -> None:
     size = tiny("wan2.1-i2v-14b")
     native = load_file(write_file(tmp_path / "n.safetensors", size, prefix=""))
     ours = load_file(write_file(tmp_path / "d.safetensors", size, layout="diffusers", prefix=""))
-    assert {WAN.translate(name, "diffusers") for name in native} == ours.keys()
-    assert all(torch.equal(t, ours[WAN.translate(name, "diffusers")]) for name, t in native.items())
+    assert {WAN.translate(name, "native", "diffusers") for name in native} == ours.keys()
+    assert all(torch.equal(t, ours[WAN.translate(name, "native", "diffusers")]) for name, t in native.items())
 
 
 def test_shards_and_their_index_agree(tmp_path: Path) -> None:

@@ -1,0 +1,28 @@
+"""Which family tensors belong to, told from their names, and where those say too little from their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from fuselora.families import FAMILIES
+
+if TYPE_CHECKING:
+    from fuselora.families import Family
+    from fuselora.families.pattern import Shapes
+
+LEAST_SHARE = 0.5  # of names: a variant may have as many of its own, another model has fewer in common
+
+
+def families_of(names: Iterable[str]) -> tuple[Family, ...]:
+    """The families that have most of these tensor or module names, in any layout; several where as many."""
+    names = tuple(names)
+    shares = {family.name: family.share(names) for family in FAMILIES}
+    most = max(shares.values())
+    return tuple(family for family in FAMILIES if shares[family.name] == most > LEAST_SHARE)
+
+
+def family_of(shapes: Shapes) -> Family | None:
+    """The family of a checkpoint: of several with these names, one with a published model of these shapes."""
+    found = families_of(shapes)
+    return next((family for family in found if family.models_of(shapes)), found[0] if found else None)

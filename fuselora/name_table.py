@@ -1,0 +1,166 @@
+"""A component's tensors by every name they go by, in each layout of its family. Standard library only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fuselora.families.runs import Run, Runs, inverse, joined, through
+
+if TYPE_CHECKING:
+    from fuselora.checkpoint import Component
+    from fuselora.families import Family, Layout
+    from fuselora.families.family import Spelling
+    from fuselora.families.pattern import Shapes
+    from fuselora.lora.grammar import Spelling as Reading
+
+Shape = tuple[int, ...]
+# transformers has had CLIPTextModel with and without text_model, Qwen with and without language_model
+LEVELS = re.compile(r"^(?:(?:text_model|language_model|model)[._])+")
+OWN = "own"  # the layout of a base whose family or layout is not known
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A base tensor, and its rows that a tensor of some name is: all of them in order where none are given.
+
+    A run leads from the base's rows to those of the tensor so called.
+    """
+
+    base_key: str
+    rows: Runs = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """What a name means: one base tensor, or parts of one or of several. ``shape`` is that of the name's."""
+
+    places: tuple[Place, ...]
+    shape: Shape
+
+    def __str__(self) -> str:
+        return " and ".join(place.base_key for place in self.places)
+
+
+Homes = Mapping[str, Home]
+FlatHomes = Mapping[str, tuple[Home, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class NameTable:
+    """Names -> homes by layout, dotted and flattened.
+
+    ``bare`` and ``flat_bare`` are a text encoder's names without the levels that some versions have.
+    """
+
+    dotted: Mapping[Layout, Homes]
+    flat: Mapping[Layout, FlatHomes]
+    bare: FlatHomes = field(default_factory=dict)
+    flat_bare: FlatHomes = field(default_factory=dict)
+
+    def find(self, reading: Reading, leaf: str) -> dict[Layout, tuple[Home, ...]]:
+        """What is called this, by the layouts that call it so."""
+        if reading.flat:
+            name = flatten(reading.name) + leaf
+            return {layout: homes[name] for layout, homes in self.flat.items() if name in homes}
+        name = reading.name + leaf
+        return {layout: (homes[name],) for layout, homes in self.dotted.items() if name in homes}
+
+    def find_bare(self, reading: Reading, leaf: str) -> tuple[Home, ...]:
+        """What is called this but for levels that only one of the two has."""
+        name = without_levels(reading.name)
+        if reading.flat:
+            return self.flat_bare.get(flatten(name) + leaf, ())
+        return self.bare.get(name + leaf, ())
+
+
+def name_table(component: Component, family: Family | None, layout: Layout | None) -> NameTable:
+    """All names of a component's tensors: its own, and those of the family's other layouts."""
+    shapes = component.model_shapes()
+    own = {name: Home((Place(component.prefix + name),), shape) for name, shape in shapes.items()}
+    if component.is_text_encoder:
+        return NameTable({OWN: own}, {OWN: _flattened(own)}, *_without_levels(own))
+    if family is None or layout is None:
+        return NameTable({OWN: own}, {OWN: _flattened(own)})
+    pieces = _Pieces.of(component, family, layout)
+    dotted: dict[Layout, Homes] = {layout: own}
+    for other in family.all_layouts:
+        if other != layout:
+            dotted[other] = {s.name: pieces.home(s) for s in family.spellings(pieces.shapes, other)}
+    return NameTable(dotted, {name: _flattened(homes) for name, homes in dotted.items()})
+
+
+def without_levels(name: str) -> str:
+    """A text encoder's name without the levels that some versions of its class have around the model."""
+    return LEVELS.sub("", name)
+
+
+def flatten(name: str) -> str:
+    """As kohya's trainers spell a module."""
+    return name.replace(".", "_")
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """The canonical tensors that a base has, and where: a base key, and the runs that lead to it if any."""
+
+    base: Shapes
+    shapes: Shapes
+    places: Mapping[str, tuple[str, Runs]]
+
+    @classmethod
+    def of(cls, component: Component, family: Family, layout: Layout) -> _Pieces:
+        held, shapes, places = component.model_shapes(), {}, {}
+        for name in held:
+            try:
+                pieces = family.pieces(name, held, layout)
+            except ValueError:
+                continue  # of a shape that the layout does not have: known by its own name alone
+            for piece in pieces:
+                shapes[piece.name] = piece.shape
+                places[piece.name] = component.prefix + name, piece.runs
+        return cls({component.prefix + name: shape for name, shape in held.items()}, shapes, places)
+
+    def home(self, spelled: Spelling) -> Home:
+        """The base's rows that a tensor of another layout is made of."""
+        found: dict[str, list[Run]] = {}
+        for piece in spelled.pieces:
+            base_key, held = self.places[piece.name]
+            whole = (Run(0, 0, piece.shape[0] if piece.shape else 1),)
+            runs = through(held or whole, inverse(piece.runs or whole))
+            found.setdefault(base_key, []).extend(runs)
+        places = (Place(key, self._rows(key, joined(runs), spelled.shape)) for key, runs in found.items())
+        return Home(tuple(places), spelled.shape)
+
+    def _rows(self, base_key: str, runs: Runs, shape: Shape) -> Runs:
+        """The runs, none where they are all rows of both in order."""
+        whole = (Run(0, 0, shape[0] if shape else 1),)
+        return () if runs == whole and self.base[base_key] == shape else runs
+
+
+def _without_levels(own: Homes) -> tuple[FlatHomes, FlatHomes]:
+    """Names without those levels -> homes, dotted and flattened."""
+    bare: dict[str, tuple[Home, ...]] = {}
+    flat: dict[str, tuple[Home, ...]] = {}
+    for name, home in own.items():
+        short = without_levels(name)
+        bare[short] = (*bare.get(short, ()), home)
+        flattened = _flat_name(short)
+        flat[flattened] = (*flat.get(flattened, ()), home)
+    return bare, flat
+
+
+def _flattened(homes: Homes) -> FlatHomes:
+    """Flattened stem plus leaf -> homes; more than one where flattening makes two names alike."""
+    table: dict[str, tuple[Home, ...]] = {}
+    for name, home in homes.items():
+        flat = _flat_name(name)
+        table[flat] = (*table.get(flat, ()), home)
+    return table
+
+
+def _flat_name(name: str) -> str:
+    stem, dot, leaf = name.rpartition(".")
+    return flatten(stem) + dot + leaf
