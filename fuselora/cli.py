@@ -297,6 +297,15 @@ def inspect(
 
 
 @app.command()
+def families(json: Json = False) -> None:
+    """The model families and layouts whose names and rows are known."""
+    with _reporting(json=json) as reporter:
+        from fuselora.supported import supported
+
+        reporter.families(supported())
+
+
+@app.command()
 def verify(
     out: Annotated[Path, typer.Argument(help="A fused folder.")],
     base: Annotated[Optional[str], typer.Option(help="The base it was made from.")] = None,  # noqa: UP045

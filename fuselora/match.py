@@ -278,7 +278,8 @@ def _lora_layouts(table: NameTable, assignment: Assignment, family: Family | Non
         return ()
     if said := assignment.adapter.location.spec.layout:
         return (said,)
-    signed = family.layout_of_keys(tensor.name for tensor in assignment.adapter.tensors)
+    adapter = assignment.adapter
+    signed = family.layout_of_lora((tensor.name for tensor in adapter.tensors), adapter.metadata)
     voted = _voted(table, assignment)
     return tuple(layout for layout in (voted, signed) if layout)
 

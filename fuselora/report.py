@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from fuselora.match import Matching
     from fuselora.pipeline import FuseReport
     from fuselora.planning import FusePlan
+    from fuselora.supported import Supported
     from fuselora.verify_report import VerifyReport
 
 SHOWN_ROWS = 12
@@ -156,6 +157,16 @@ class Reporter:
             return self._document({"files": [d.document() for d in descriptions]})
         for description in descriptions:
             self._table(description.title, description.rows())
+        return None
+
+    def families(self, families: Sequence[Supported]) -> None:
+        if self._json:
+            return self._document({"families": [family.document() for family in families]})
+        for family in families:
+            rows = [("models", ", ".join(family.models)), ("layouts", ", ".join(family.layouts))]
+            if family.few_step:
+                rows.append(("few-step LoRAs", ", ".join(row.name for row in family.few_step)))
+            self._table(family.family, rows)
         return None
 
     def demo(self, demo: Demo) -> None:

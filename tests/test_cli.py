@@ -84,8 +84,8 @@ def process(*arguments: object, **environment: str) -> subprocess.CompletedProce
 OF_MERGE = [
     "--base", "--lora", "--high", "--low", "--out", "--dtype", "--uniform", "--variant", "--layout",
     "--skeleton", "--alpha", "--blocks", "--base-layout", "--lora-layout", "--allow-unmatched", "--strict",
-    "--stack", "--device", "--kernel", "--jobs", "--assets", "--overwrite", "--restart", "--digest", "--no-digest", "--revision", "--json",
-    "--quiet", "--verbose",
+    "--stack", "--device", "--kernel", "--jobs", "--assets", "--overwrite", "--restart", "--digest",
+    "--no-digest", "--revision", "--json", "--quiet", "--verbose",
 ]  # fmt: skip
 NOT_OF_PLAN = {"--assets", "--overwrite", "--restart", "--digest", "--no-digest"}
 OPTIONS = {

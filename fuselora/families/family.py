@@ -27,11 +27,19 @@ class Sign:
     """What tells a layout whose names another layout has as well.
 
     ``base_has``: a pattern of tensors that only such a base has. ``lora_key``: searched for in a LoRA's keys.
+    ``lora_metadata``: a key of its metadata, and the value that says so.
     """
 
     layout: Layout
     base_has: str = ""
     lora_key: str = ""
+    lora_metadata: tuple[str, str] | None = None
+
+    def is_on(self, keys: Iterable[str], metadata: Mapping[str, str]) -> bool:
+        """Whether a LoRA has it."""
+        if self.lora_metadata and metadata.get(self.lora_metadata[0]) == self.lora_metadata[1]:
+            return True
+        return bool(self.lora_key) and any(re.search(self.lora_key, key) for key in keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +142,8 @@ class Family:
 
     def layout_of(self, names: Iterable[str]) -> Layout | None:
         """The layout in which most of ``names`` are spelled; None when no one layout has most."""
+        if not self.layouts:
+            return self.canonical
         names = tuple(names)
         votes = Counter(layout for name in names if (layout := self._only_in(name)))
         most = [layout for layout, n in votes.items() if n == max(votes.values())]
@@ -141,13 +151,11 @@ class Family:
             return most[0] if len(most) == 1 else None
         return self._by_sign(names)
 
-    def layout_of_keys(self, keys: Iterable[str]) -> Layout | None:
-        """Of layouts that share their names, the one whose sign is among a LoRA's keys, else the first."""
+    def layout_of_lora(self, keys: Iterable[str], metadata: Mapping[str, str]) -> Layout | None:
+        """Of layouts that share their names, the one whose sign a LoRA has, else the first."""
         keys = tuple(keys)
-        for sign in self.signs:
-            if sign.lora_key and any(re.search(sign.lora_key, key) for key in keys):
-                return sign.layout
-        return next(iter(self.layouts)) if self.signs else None
+        signed = (sign.layout for sign in self.signs if sign.is_on(keys, metadata))
+        return next(signed, next(iter(self.layouts)) if self.signs else None)
 
     def _by_sign(self, names: Iterable[str]) -> Layout | None:
         """Of layouts that share their names, the one that a tensor is the sign of, else the first."""
@@ -181,9 +189,10 @@ class Family:
             return (Piece(spelled.ours[0] + leaf, shape, ()),)
         weight = shapes.get(spelled.theirs + ".weight", shape)
         sizes = spelled.row.sizes((*shape[:1], *weight[1:]), len(spelled.ours))
+        runs = spelled.runs(sizes, weight[1] if len(weight) > 1 else 0)
         return tuple(
-            Piece(ours + leaf, (size, *shape[1:]), runs)
-            for ours, size, runs in zip(spelled.ours, sizes, spelled.runs(sizes), strict=True)
+            Piece(ours + leaf, (size, *shape[1:]), rows)
+            for ours, size, rows in zip(spelled.ours, sizes, runs, strict=True)
         )
 
     def spellings(self, canonical: Shapes, layout: Layout) -> Iterator[Spelling]:
@@ -280,7 +289,8 @@ def _assembled(found: Spelled, leaf: str, canonical: Shapes) -> Spelling | None:
     if len(shapes) < len(names) or not all(shapes) or len({shape[1:] for shape in shapes}) > 1:
         return None
     try:
-        runs = found.runs([shape[0] for shape in shapes])
+        weight = canonical.get(f"{found.ours[0]}.weight", shapes[0])
+        runs = found.runs([shape[0] for shape in shapes], weight[1] if len(weight) > 1 else 0)
     except ValueError:
         return None
     whole = (sum(shape[0] for shape in shapes), *shapes[0][1:])

@@ -13,7 +13,7 @@ class FewStep:
 
     ``pattern`` is searched for in a file's, folder's or repository's name, case aside. ``source`` says
     where the values are published; one that is not, or not as one number, is None. ``remark`` is what
-    none of the fields can say.
+    none of the fields can say, ``phase`` the part of a pipeline that alone it is for.
     """
 
     name: str
@@ -24,6 +24,7 @@ class FewStep:
     flow_shift: float | None = None
     solver: str | None = None
     remark: str | None = None
+    phase: str | None = None
 
 
 # Words that releases and their repacks put around a name; single letters are those of t2v, i2v, 14b, v1.1.
@@ -32,6 +33,9 @@ RELEASE_WORDS = frozenset((
     "model", "models", "step", "steps", "cfg", "distill", "distilled", "adaptive", "resized", "dyno",
     "diffusers", "safetensors", "comfy", "comfyui", "lightx", "lightning", "kijai", "hf", "extracted",
     "quantile", "avg", "fro", "new", "moe", "seko", "fastvideo", "fastwan", "fullattn", "turbo", "quanhaol",
+    "flux", "alpha", "alimama", "creative", "bytedance", "hyper", "sd", "sdxl", "xl", "qwen", "image", "edit",
+    "fal", "dev", "comfyui", "org", "ltx", "ltxv", "lightricks", "minimax", "h", "fl", "sensenova", "u", "mot",
+    "unet", "dmd", "tianweiy", "y", "byteszn", "adapter", "pytorch", "weights", "diffusion",
 ))  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fuselora.families.pattern import compiled, filled
-from fuselora.families.runs import Order, Runs, per_head, stacked, swapped
+from fuselora.families.runs import Order, Runs, per_head, stacked, swapped, two_swapped
 
 Shape = tuple[int, ...]
 # shape of a fused weight, number of parts -> rows of each part
@@ -60,9 +60,23 @@ def swap(theirs: str, ours: str) -> Row:
     return Row(theirs, (ours,), swapped)
 
 
+def swap_of_two(theirs: str, ours: str) -> Row:
+    """The same where there are just two parts, such as scale and shift without more, each square."""
+    return Row(theirs, (ours,), two_swapped)
+
+
 def heads(theirs: str, *ours: str, head: int) -> Row:
     """``ours`` interleaved: of every head ``head`` rows of each in turn."""
     return Row(theirs, ours, per_head(head))
+
+
+Rows = tuple[Row | tuple[str, str], ...]
+
+
+def canonical_names(rows: Rows) -> frozenset[str]:
+    """The canonical modules and parameters that some rows lead to."""
+    ours = (name for row in rows for name in (row.ours if isinstance(row, Row) else row[1:]))
+    return frozenset(name.removesuffix(".weight") for name in ours)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +88,9 @@ class Spelled:
     ours: tuple[str, ...]
     part: int = 0
 
-    def runs(self, sizes: Sequence[int]) -> tuple[Runs, ...]:
+    def runs(self, sizes: Sequence[int], columns: int) -> tuple[Runs, ...]:
         """For each of ``ours``, the rows of ``theirs`` that are its own. Raises ``ValueError``."""
-        return self.row.order(sizes)
+        return self.row.order(sizes, columns)
 
 
 class Renames:

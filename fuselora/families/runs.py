@@ -15,21 +15,23 @@ class Run(NamedTuple):
 
 
 Runs = tuple[Run, ...]
-# of how many rows each part has -> for each part, the runs of the whole that are its rows
-Order = Callable[[Sequence[int]], tuple[Runs, ...]]
+# how many rows each part has, and how many columns -> for each part, the runs of the whole that are its rows
+Order = Callable[[Sequence[int], int], tuple[Runs, ...]]
 
 
-def stacked(sizes: Sequence[int]) -> tuple[Runs, ...]:
+def stacked(sizes: Sequence[int], columns: int = 0) -> tuple[Runs, ...]:
     """The parts one below the other."""
+    del columns
     starts = [sum(sizes[:n]) for n in range(len(sizes))]
     return tuple((Run(start, 0, size),) for start, size in zip(starts, sizes, strict=True))
 
 
-def swapped(sizes: Sequence[int]) -> tuple[Runs, ...]:
+def swapped(sizes: Sequence[int], columns: int = 0) -> tuple[Runs, ...]:
     """Of each part its second half first, the parts one below the other.
 
     Raises ``ValueError`` for an odd number of rows.
     """
+    del columns
     found = []
     for (whole,), size in zip(stacked(sizes), sizes, strict=True):
         half = size // 2
@@ -39,10 +41,16 @@ def swapped(sizes: Sequence[int]) -> tuple[Runs, ...]:
     return tuple(found)
 
 
+def two_swapped(sizes: Sequence[int], columns: int) -> tuple[Runs, ...]:
+    """As ``swapped`` where the part is two square matrices, one above the other; else as it is."""
+    return swapped(sizes) if list(sizes) == [2 * columns] else stacked(sizes)
+
+
 def per_head(head: int) -> Order:
     """Of every head ``head`` rows of each part in turn. Raises ``ValueError`` if rows are no whole heads."""
 
-    def order(sizes: Sequence[int]) -> tuple[Runs, ...]:
+    def order(sizes: Sequence[int], columns: int = 0) -> tuple[Runs, ...]:
+        del columns
         if len(set(sizes)) != 1 or sizes[0] % head:
             raise ValueError(f"{list(sizes)} rows are not as many heads of {head} in each part")
         n_heads, n_parts = sizes[0] // head, len(sizes)

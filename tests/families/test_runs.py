@@ -45,7 +45,7 @@ def parts(sizes: tuple[int, ...]) -> list[list[str]]:
 def test_orders(order: str, whole: str) -> None:
     sizes = (4, 4, 4)
     found = [""] * 12
-    for runs, rows in zip(ORDERS[order](sizes), parts(sizes), strict=True):
+    for runs, rows in zip(ORDERS[order](sizes, 0), parts(sizes), strict=True):
         found = [new or old for new, old in zip(gathered(runs, rows, 12), found, strict=True)]
     assert " ".join(found) == whole
 
@@ -53,7 +53,7 @@ def test_orders(order: str, whole: str) -> None:
 @pytest.mark.parametrize(("order", "sizes"), [("swapped", (3,)), ("per head", (4, 2)), ("per head", (3, 3))])
 def test_rows_that_have_no_such_order(order: str, sizes: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="rows"):
-        ORDERS[order](sizes)
+        ORDERS[order](sizes, 0)
 
 
 @given(st.sampled_from(sorted(ORDERS)), st.sampled_from(sorted(ORDERS)), st.integers(1, 4))
@@ -65,10 +65,10 @@ def test_one_order_through_another_is_what_rows_say(one: str, two: str, half_hea
     right: Order = ORDERS[two]
     whole = {name: [""] * n for name in ("one", "two")}
     for name, order in (("one", left), ("two", right)):
-        for runs, rows in zip(order(sizes), parts(sizes), strict=True):
+        for runs, rows in zip(order(sizes, 0), parts(sizes), strict=True):
             whole[name] = [a or b for a, b in zip(gathered(runs, rows, n), whole[name], strict=True)]
     runs = joined(
-        run for a, b in zip(left(sizes), right(sizes), strict=True) for run in through(a, inverse(b))
+        run for a, b in zip(left(sizes, 0), right(sizes, 0), strict=True) for run in through(a, inverse(b))
     )
     assert gathered(runs, whole["two"], n) == whole["one"]
     assert runs == (Run(0, 0, n),) if one == two else len(runs) > 1
