@@ -34,8 +34,9 @@ RELEASE_WORDS = frozenset((
     "diffusers", "safetensors", "comfy", "comfyui", "lightx", "lightning", "kijai", "hf", "extracted",
     "quantile", "avg", "fro", "new", "moe", "seko", "fastvideo", "fastwan", "fullattn", "turbo", "quanhaol",
     "flux", "alpha", "alimama", "creative", "bytedance", "hyper", "sd", "sdxl", "xl", "qwen", "image", "edit",
-    "fal", "dev", "comfyui", "org", "ltx", "ltxv", "lightricks", "minimax", "h", "fl", "sensenova", "u", "mot",
-    "unet", "dmd", "tianweiy", "y", "byteszn", "adapter", "pytorch", "weights", "diffusion",
+    "fal", "dev", "org", "ltx", "ltxv", "lightricks", "minimax", "h", "fl", "sensenova", "u",
+    "mot",
+    "unet", "dmd", "tianweiy", "y", "byteszn", "adapter", "pytorch", "weights",
 ))  # fmt: skip
 
 
