@@ -18,7 +18,8 @@ from fuselora.lora.adapter import NUMBERS
 from fuselora.lora.config import SAME_ALPHA, AdapterConfig, config_of_metadata
 from fuselora.lora.grammar import spellings
 from fuselora.lora.scale import BadAlpha, resolve_alpha
-from fuselora.match import FUSABLE, Hit, Matching, plain_name
+from fuselora.made_for import made_for
+from fuselora.match import FUSABLE, OTHER_SIZE, Hit, Matching, plain_name
 from fuselora.misses import miss_faults, with_misses_settled
 from fuselora.name_table import name_table
 from fuselora.widening import widening_faults, widening_notices
@@ -58,7 +59,11 @@ def check(checkpoint: Checkpoint, matchings: Sequence[Matching], request: Reques
         settled = with_misses_settled(scaled, request)
         checked.append(settled)
         packed = list(_packed_faults(settled, checkpoint))
-        faults += [*matching.faults, *alpha_faults, *(packed or _missed(settled, request, models, matchings))]
+        faults += [
+            *_with_target(matching, models),
+            *alpha_faults,
+            *(packed or _missed(settled, request, models, matchings)),
+        ]
         faults += [*_dtype_faults(settled), *_quantised_faults(settled), *_scale_faults(settled)]
         faults += _peft_faults(settled)
         notices += [*matching.notices, *_metadata_notices(settled), *_skip_notices(settled)]
@@ -68,6 +73,16 @@ def check(checkpoint: Checkpoint, matchings: Sequence[Matching], request: Reques
     notices += widening_notices(checked)
     faults += [*_unused_alphas(checked, request.alphas), *unused_blocks(matchings, request.blocks)]
     return Checked(tuple(checked), tuple(faults), tuple(notices))
+
+
+def _with_target(matching: Matching, models: Sequence[str]) -> tuple[Fault, ...]:
+    """The matching's own faults; what has another shape says which model the LoRA is for."""
+    unfit = [fault for fault in matching.faults if fault.hint == OTHER_SIZE]
+    meant = made_for(matching.assignment.adapter, models) if unfit else ""
+    return tuple(
+        replace(fault, hint=meant + OTHER_SIZE) if fault.hint == OTHER_SIZE else fault
+        for fault in matching.faults
+    )
 
 
 def _missed(

@@ -53,11 +53,19 @@ def names_for(adapter: Adapter) -> tuple[Names, ...]:
 
     As none reads them where no family has most of them.
     """
-    shares = {family.name: family.share(Names(family).deltas(adapter)) for family in FAMILIES}
+    names = tuple(_readings(adapter))
+    shares = {family.name: family.share(names) for family in FAMILIES}
     most = max(shares.values())
     found = [family for family in FAMILIES if shares[family.name] == most > LEAST_SHARE]
     found.sort(key=lambda family: not _kin(family, adapter))
     return tuple(map(Names, found)) or (Names(None),)
+
+
+def _readings(adapter: Adapter) -> Iterator[str]:
+    """All modules' names, prefix off, flattened ones as they are."""
+    modules = (module.name for module in adapter.modules)
+    unread = (UNFUSED_ENDING.sub("", key) for key in unread_keys(adapter))
+    return (spellings(name)[-1].name for name in (*modules, *unread))
 
 
 def target_of(adapter: Adapter) -> Target:

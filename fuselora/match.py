@@ -31,6 +31,7 @@ from fuselora.widening import widened
 
 FUSABLE = frozenset({"F32", "BF16", "F16"})
 HEAD = re.compile(r"(?:^|[._])lm_head$")
+OTHER_SIZE = "The LoRA was made for another size or variant of this model."
 TIED = "the head is tied to the embedding (tie_word_embeddings in config.json): it has no weight of its own"
 
 
@@ -353,8 +354,7 @@ def _shape_fault(assignment: Assignment, hit: Hit, base: TensorInfo) -> Fault | 
     if base.dtype in FUSABLE and not fits(shape, hit.wide or hit.shape):
         others = f", as rows of {list(hit.shape)}" if hit.rows else ""
         text = f"{name}: the delta is {list(shape)}, but {hit.base_key} is {list(base.shape)}{others}"
-        hint = "The LoRA was made for another size or variant of this model."
-        return Fault("shape", text, path=path, key=name, hint=hint)
+        return Fault("shape", text, path=path, key=name, hint=OTHER_SIZE)
     return None
 
 

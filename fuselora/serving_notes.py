@@ -105,14 +105,15 @@ def serving_notes(
     """
     said = [*_of_earlier(checkpoint), *_of_loras(checkpoint, matchings)]
     spoken = {name for one in said for name in one.settings}
+    phases = tuple(_phase_notices(checkpoint, matchings))
     if not spoken:
-        return NOTHING
+        return ServingNotes(notices=phases)
     base = _of_base(checkpoint, pipeline)
     agreed, notices = _agreed(said, [component.name for component in checkpoint.transformers], base)
     unspoken = {name: stated for name, stated in base.items() if name not in {*spoken, "flow_shift"}}
     remarks = dict.fromkeys(one.remark for one in said if one.remark)
     unknown = _unknown(agreed, n_experts=len(checkpoint.transformers))
-    return ServingNotes(_in_order({**unspoken, **agreed}), tuple(remarks), notices, unknown)
+    return ServingNotes(_in_order({**unspoken, **agreed}), tuple(remarks), (*notices, *phases), unknown)
 
 
 def notes_of(sampling: Sampling) -> ServingNotes:
@@ -195,6 +196,17 @@ def _of_loras(checkpoint: Checkpoint, matchings: Sequence[Matching]) -> Iterator
             is_first = assignment.component.name == checkpoint.transformers[0].name
             settings = sampling.settings if is_first else _of_second(sampling.settings)
             yield _Said(assignment.component.name, settings, sampling.remark)
+
+
+def _phase_notices(checkpoint: Checkpoint, matchings: Sequence[Matching]) -> Iterator[Notice]:
+    """A LoRA that a pipeline has in one of its phases only is in all of them once it is fused."""
+    for matching in matchings:
+        adapter = matching.assignment.adapter
+        phase = sampling_of(adapter, checkpoint.family).phase
+        if phase and matching.assignment.strength != 0:
+            changes = "fused, it acts in every phase: keep the base for the others"
+            text = f"{adapter.name}: is published for one phase of the pipeline alone, {phase}; {changes}"
+            yield Notice("phase", text, {"lora": adapter.name, "phase": phase})
 
 
 def _of_second(settings: Mapping[Setting, Stated]) -> dict[Setting, Stated]:

@@ -7,9 +7,9 @@ which the tests hold every row against.
 from __future__ import annotations
 
 from fuselora.families.family import Family
-from fuselora.families.flux1 import ADDED_QKV, BLOCK_ROWS, DOUBLE, QKV, SINGLE_QKV
-from fuselora.families.kin import Kin, Measure
-from fuselora.families.renames import Renames, Rows, canonical_names
+from fuselora.families.flux1 import BLOCK_ROWS, MEASURES, OWN_ROWS
+from fuselora.families.kin import Branch, Kin, SkipRule
+from fuselora.families.renames import Renames, Row, Rows, canonical_names
 
 APPROXIMATOR = "distilled_guidance_layer"
 ROWS: Rows = (
@@ -19,6 +19,17 @@ ROWS: Rows = (
     (f"{APPROXIMATOR}.norms.{{n}}.scale", f"{APPROXIMATOR}.norms.{{n}}.weight"),
 )
 SAME = frozenset({f"{APPROXIMATOR}.in_proj", f"{APPROXIMATOR}.out_proj"})
+# What is published for Chroma of FLUX.1's LoRAs has these keys taken out (croquelois/forgeChroma issue 4), so
+# a file that has them was made for another model, and what it changes there would be lost.
+MODULATION = SkipRule(
+    reason="modulation of FLUX.1, which Chroma computes in its distilled_guidance_layer",
+    modules=tuple(
+        name for row in OWN_ROWS for name in ((row.theirs, *row.ours) if isinstance(row, Row) else row)
+    ),
+    witness="x_embedder.weight",
+    axis=0,
+    sizes=(),
+)
 
 CHROMA = Family(
     name="chroma",
@@ -28,20 +39,25 @@ CHROMA = Family(
     block="transformer_blocks.{n}.",
     kin=(
         Kin(
-            ("Chroma1-Base", "Chroma1-HD"),
+            ("Chroma1-Base", "Chroma1-HD", "Chroma1-Flash"),
             (),
             19,
-            {"x_embedder.weight": (3072, 64), f"{APPROXIMATOR}.in_proj.weight": (5120, 64)},
+            {
+                "x_embedder.weight": (3072, 64),
+                "context_embedder.weight": (3072, 4096),
+                "transformer_blocks.0.ff.net.0.proj.weight": (12288, 3072),
+                "single_transformer_blocks.37.proj_out.weight": (3072, 15360),
+                f"{APPROXIMATOR}.in_proj.weight": (5120, 64),
+                "time_text_embed.timestep_embedder.linear_1.bias": (),
+            },
         ),
     ),
-    measures=(
-        Measure(
-            "dim",
-            ("x_embedder.weight", 0),
-            {
-                0: tuple(f"{name}.weight" for name in (*QKV, *ADDED_QKV, *SINGLE_QKV)),
-                1: (f"{DOUBLE}.ff.net.0.proj.weight",),
-            },
+    skips=(MODULATION,),
+    measures=MEASURES,
+    # a LoRA that has them is FLUX.1's
+    branches=(
+        Branch(
+            "modulation", tuple(canonical_names(OWN_ROWS)), "time_text_embed.timestep_embedder.linear_1.bias"
         ),
     ),
 )

@@ -15,7 +15,7 @@ from functools import cached_property
 from fuselora.families.few_step import FewStep, few_step_named
 from fuselora.families.kin import Branch, Kin, Measure, SkipRule
 from fuselora.families.model_class import ModelClass
-from fuselora.families.pattern import Shapes, compiled, filled, split_leaf, unnumbered
+from fuselora.families.pattern import Shapes, compiled, filled, split_leaf, unnumbered, unnumbered_flat
 from fuselora.families.renames import Renames, Spelled
 from fuselora.families.runs import Runs
 
@@ -100,14 +100,30 @@ class Family:
 
     def share(self, names: Iterable[str]) -> float:
         """The part of these tensor or module names, in any layout, that the family has."""
-        known = self._known
-        found = [unnumbered(split_leaf(name)[0]) in known or unnumbered(name) in known for name in names]
+        known, flat = self._known
+        found = [
+            unnumbered(split_leaf(name)[0]) in known
+            or unnumbered(name) in known
+            or unnumbered_flat(name) in flat
+            for name in names
+        ]
         return sum(found) / len(found) if found else 0.0
 
     @cached_property
-    def _known(self) -> frozenset[str]:
+    def _known(self) -> tuple[frozenset[str], frozenset[str]]:
+        """All names without their numbers, dotted and with an underscore for every dot."""
         theirs = (row.theirs for renames in self.layouts.values() for row in renames.rows)
-        return frozenset(map(unnumbered, (*self.names, *theirs)))
+        known = frozenset(map(unnumbered, (*self.names, *theirs, *self._of_the_rest())))
+        return known, frozenset(name.replace(".", "_") for name in known)
+
+    def _of_the_rest(self) -> Iterator[str]:
+        """Names of another layout that only a row for many of them leads to."""
+        for renames in self.layouts.values():
+            for row in renames.rows:
+                if row.theirs.endswith("{rest}"):
+                    start = unnumbered(row.ours[0].removesuffix("{rest}"))
+                    ours = (name for name in map(unnumbered, self.names) if name.startswith(start))
+                    yield from (row.theirs.removesuffix("{rest}") + name[len(start) :] for name in ours)
 
     def canonical_name(self, name: str, layout: Layout | None) -> str:
         """The canonical name of a tensor or module of ``layout``, the first where it is made of several."""
@@ -130,9 +146,14 @@ class Family:
         return layout == self.canonical or all(row.is_plain for row in self.layouts[layout].rows)
 
     def dotted(self, flat: str) -> str | None:
-        """A name in which every dot became an underscore, as a row or canonical pattern spells it."""
-        found = filter(None, (renames.dotted(flat) for renames in self.layouts.values()))
-        return next(found, None) or self._dotted_canonical(flat)
+        """A name in which every dot became an underscore, as a canonical pattern or a row spells it."""
+        if found := self._dotted_canonical(flat):
+            return found
+        for layout, renames in self.layouts.items():
+            if spelled := renames.of_flat(flat):
+                ours = self._dotted_canonical(spelled.ours[0].replace(".", "_"))
+                return self.spelled_in(ours, layout) if ours else spelled.theirs
+        return None
 
     def _dotted_canonical(self, flat: str) -> str | None:
         for pattern in sorted(self.names):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from fuselora.families.family import Family
 from fuselora.families.few_step import FewStep
-from fuselora.families.kin import Kin, Measure
+from fuselora.families.kin import Branch, Kin, Measure, SkipRule
 from fuselora.families.renames import Renames, Rows, canonical_names, split, square_then_rest, swap
 
 DOUBLE, SINGLE = "transformer_blocks.{n}", "single_transformer_blocks.{n}"
@@ -67,6 +67,32 @@ XLABS_ROWS = (
 )
 
 
+GUIDANCE = (f"{EMBEDDER}.guidance_embedder.linear_{{n}}",)
+# FLUX.1-schnell takes no guidance: what a LoRA changes of it would be lost
+NO_GUIDANCE = SkipRule(
+    reason="guidance embedding of FLUX.1-dev, which this base does not have",
+    modules=GUIDANCE,
+    witness="x_embedder.weight",
+    axis=0,
+    sizes=(),
+)
+MLP = (f"{DOUBLE}.ff.net.0.proj", f"{DOUBLE}.ff_context.net.0.proj", f"{SINGLE}.proj_mlp")
+# FLUX.2 has some of these layers by the same native names, in other sizes
+MEASURES = (
+    Measure(
+        "dim",
+        ("x_embedder.weight", 0),
+        {
+            0: (*(f"{name}.weight" for name in (*QKV, *ADDED_QKV, *SINGLE_QKV)), "x_embedder.weight"),
+            1: tuple(f"{name}.weight" for name in MLP),
+        },
+    ),
+    Measure("mlp", ("transformer_blocks.0.ff.net.0.proj.weight", 0), {0: tuple(f"{m}.weight" for m in MLP)}),
+    Measure("text", ("context_embedder.weight", 1), {1: ("context_embedder.weight",)}),
+    Measure("in_channels", ("x_embedder.weight", 1), {1: ("x_embedder.weight",)}),
+)
+
+
 def _kin(*models: str, channels: int = 64, guidance: bool = True) -> Kin:
     return Kin(
         models,
@@ -74,6 +100,8 @@ def _kin(*models: str, channels: int = 64, guidance: bool = True) -> Kin:
         19,
         {
             "x_embedder.weight": (3072, channels),
+            "context_embedder.weight": (3072, 4096),
+            "transformer_blocks.0.ff.net.0.proj.weight": (12288, 3072),
             "single_transformer_blocks.37.proj_out.weight": (3072, 15360),
             "time_text_embed.guidance_embedder.linear_1.bias": (3072,) if guidance else (),
         },
@@ -87,22 +115,14 @@ FLUX1 = Family(
     names=canonical_names((*BLOCK_ROWS, *OWN_ROWS)),
     block="transformer_blocks.{n}.",
     kin=(
-        _kin("FLUX.1-dev", "FLUX.1-Kontext-dev"),
+        _kin("FLUX.1-dev", "FLUX.1-Kontext-dev", "FLUX.1-Krea-dev"),
         _kin("FLUX.1-schnell", guidance=False),
         _kin("FLUX.1-Depth-dev", "FLUX.1-Canny-dev", channels=128),
         _kin("FLUX.1-Fill-dev", channels=384),
     ),
-    measures=(
-        Measure(
-            "dim",
-            ("x_embedder.weight", 0),
-            {
-                0: (*(f"{name}.weight" for name in (*QKV, *ADDED_QKV, *SINGLE_QKV)), "x_embedder.weight"),
-                1: (f"{DOUBLE}.ff.net.0.proj.weight",),
-            },
-        ),
-        Measure("in_channels", ("x_embedder.weight", 1), {1: ("x_embedder.weight",)}),
-    ),
+    skips=(NO_GUIDANCE,),
+    measures=MEASURES,
+    branches=(Branch("guidance", GUIDANCE, "time_text_embed.guidance_embedder.linear_1.bias"),),
     # a control LoRA (FLUX.1-Depth-dev-lora, FLUX.1-Canny-dev-lora) reads the control image as more channels
     widens={"x_embedder.weight": "in_channels"},
     few_step=(

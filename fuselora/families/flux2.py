@@ -11,7 +11,7 @@ from __future__ import annotations
 from fuselora.families.family import Family
 from fuselora.families.few_step import FewStep
 from fuselora.families.flux1 import ADDED_QKV, DOUBLE, QKV, SINGLE, THEIR_DOUBLE, THEIR_SINGLE
-from fuselora.families.kin import Kin, Measure
+from fuselora.families.kin import Branch, Kin, Measure
 from fuselora.families.renames import Renames, Rows, canonical_names, split, swap
 
 EMBEDDER = "time_guidance_embed"
@@ -46,13 +46,16 @@ ROWS: Rows = (
     (f"{THEIR_SINGLE}.norm.query_norm.scale", f"{SINGLE}.attn.norm_q.weight"),
     (f"{THEIR_SINGLE}.norm.key_norm.scale", f"{SINGLE}.attn.norm_k.weight"),
 )
-SHORTENED = (
-    ("sformer_blocks.{n}.{rest}", "transformer_blocks.{n}.{rest}"),
-    ("single_sformer_blocks.{n}.{rest}", "single_transformer_blocks.{n}.{rest}"),
+SHORTENED = tuple(
+    (name.replace("transformer_blocks", "sformer_blocks"), name)
+    for name in sorted(canonical_names(ROWS))
+    if "transformer_blocks" in name
 )
+GUIDANCE = (f"{EMBEDDER}.guidance_embedder.linear_{{n}}",)
+LINEAR_IN = (f"{DOUBLE}.ff.linear_in.weight", f"{DOUBLE}.ff_context.linear_in.weight")
 
 
-def _kin(*models: str, dim: int, text: int, double: int, guidance: bool) -> Kin:
+def _kin(*models: str, dim: int, text: int, double: int, single: int, guidance: bool = False) -> Kin:
     return Kin(
         models,
         (),
@@ -60,6 +63,8 @@ def _kin(*models: str, dim: int, text: int, double: int, guidance: bool) -> Kin:
         {
             "x_embedder.weight": (dim, 128),
             "context_embedder.weight": (dim, text),
+            "transformer_blocks.0.ff.linear_in.weight": (6 * dim, dim),
+            f"single_transformer_blocks.{single - 1}.attn.to_out.weight": (dim, 4 * dim),
             "time_guidance_embed.guidance_embedder.linear_1.weight": (dim, 256) if guidance else (),
         },
     )
@@ -71,25 +76,35 @@ FLUX2 = Family(
     layouts={"native": Renames(ROWS), "sformer": Renames(SHORTENED)},
     names=canonical_names(ROWS),
     block="transformer_blocks.{n}.",
-    kin=(_kin("FLUX.2-dev", dim=6144, text=15360, double=8, guidance=True),),
+    # Flux2Params, Klein9BParams and Klein4BParams of black-forest-labs/flux2
+    kin=(
+        _kin("FLUX.2-dev", dim=6144, text=15360, double=8, single=48, guidance=True),
+        _kin("FLUX.2-klein-9B", "FLUX.2-klein-base-9B", dim=4096, text=12288, double=8, single=24),
+        _kin("FLUX.2-klein-4B", "FLUX.2-klein-base-4B", dim=3072, text=7680, double=5, single=20),
+    ),
     measures=(
         Measure(
             "dim",
             ("x_embedder.weight", 0),
             {
                 0: (*(f"{name}.weight" for name in (*QKV, *ADDED_QKV)), "x_embedder.weight"),
-                1: (f"{DOUBLE}.ff.linear_in.weight", f"{SINGLE}.attn.to_qkv_mlp_proj.weight"),
+                1: (*LINEAR_IN, f"{SINGLE}.attn.to_qkv_mlp_proj.weight"),
             },
         ),
+        Measure("mlp", ("transformer_blocks.0.ff.linear_in.weight", 0), {0: LINEAR_IN}),
+        Measure("text", ("context_embedder.weight", 1), {1: ("context_embedder.weight",)}),
+        Measure("in_channels", ("x_embedder.weight", 1), {1: ("x_embedder.weight",)}),
     ),
+    branches=(Branch("guidance", GUIDANCE, f"{EMBEDDER}.guidance_embedder.linear_1.weight"),),
     few_step=(
         FewStep(
             name="FLUX.2-dev-Turbo",
             pattern=r"flux\.?2[-_.](?:dev[-_.])?turbo",
-            # its model card: 8 steps, guidance_scale 2.5
+            # its model card: num_inference_steps 8, guidance_scale 2.5, TURBO_SIGMAS
             source="fal/FLUX.2-dev-Turbo",
             num_inference_steps=8,
             guidance_scale=2.5,
+            remark="its sigmas are 1.0, 0.6509, 0.4374, 0.2932, 0.1893, 0.1108, 0.0495 and 0.00031",
         ),
     ),
 )

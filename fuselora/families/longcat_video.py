@@ -64,7 +64,7 @@ LONGCAT_VIDEO = Family(
             # generate_refine in the same file
             source=SOURCE,
             num_inference_steps=50,
-            phase="refinement",
+            phase="the refinement pass, which takes a video to 720p; the pass before samples without it",
         ),
     ),
 )

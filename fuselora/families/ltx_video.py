@@ -28,7 +28,7 @@ SAME = (
 
 
 def _kin(*models: str, blocks: int, dim: int) -> Kin:
-    return Kin(models, (), blocks, {"proj_in.weight": (dim, 128), "caption_projection.linear_1.bias": (dim,)})
+    return Kin(models, (), blocks, {"proj_in.weight": (dim, 128), "audio_proj_in.weight": ()})
 
 
 LTX_VIDEO = Family(

@@ -1,10 +1,10 @@
 """MiniMax-H3, in diffusers' names, in those of single files, and as MiniMax's own shards have it.
 
-Sources: diffusers' MiniMaxH3Transformer3DModel, its ``convert_minimax_h3_transformer_checkpoint_to_diffusers``
-(which the tests hold every row against) and scripts/convert_minimax_h3_to_diffusers.py. The original shards
-and the single files made of them have the same names and shapes: of ``qkv_proj`` the shards have q, k and v of
-each head in turn, the single files all of q, of k and of v. ``rope.inv_freq``, which the shards hold, tells.
-Most LoRAs in these names are for the single files; DiffSynth's and FlashGen's are for the shards.
+Sources: diffusers' MiniMaxH3Transformer3DModel, convert_minimax_h3_to_diffusers.py of its scripts, and its
+``convert_minimax_h3_transformer_checkpoint_to_diffusers``, which the tests hold every row against. The shards
+and the single files made of them have the same names and shapes: of ``qkv_proj`` the shards have q, k and v
+of each head in turn, the single files all of q, of k and of v. ``rope.inv_freq``, which the shards hold,
+tells. Most LoRAs in these names are for the single files; DiffSynth's and FlashGen's are for the shards.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from functools import cache
 Shapes = Mapping[str, tuple[int, ...]]
 LEAVES = ("weight", "bias")
 NUMBER = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])")
+FLAT_NUMBER = re.compile(r"(?<![^_])[0-9]{1,9}(?![^_])")
 
 
 @cache
@@ -35,6 +36,11 @@ def filled(pattern: str, values: tuple[str, ...]) -> str:
 def unnumbered(name: str) -> str:
     """A name with ``{n}`` for every number between dots; of a pattern, for its literal ones too."""
     return NUMBER.sub("{n}", name)
+
+
+def unnumbered_flat(name: str) -> str:
+    """The same of a name in which every dot became an underscore."""
+    return FLAT_NUMBER.sub("{n}", name)
 
 
 def split_leaf(name: str) -> tuple[str, str]:

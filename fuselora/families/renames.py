@@ -117,14 +117,13 @@ class Renames:
         ours = tuple(filled(name, values) for name in row.ours)
         return Spelled(row, filled(row.theirs, values), ours, part)
 
-    def dotted(self, flat: str) -> str | None:
-        """A name in which every dot became an underscore, as the row that fits it spells it."""
-        if found := self._flat_theirs.fullmatch(flat):
-            return filled(self.rows[_which(found)].theirs, _values(found))
-        if found := self._flat_ours.fullmatch(flat):
-            n, part = self._parts[_which(found)]
-            return filled(self.rows[n].ours[part], _values(found))
-        return None
+    def of_flat(self, flat: str) -> Spelled | None:
+        """The row that speaks of this name of theirs with an underscore for every dot."""
+        found = self._flat_theirs.fullmatch(flat)
+        if found is None:
+            return None
+        row, values = self.rows[_which(found)], _values(found)
+        return Spelled(row, filled(row.theirs, values), tuple(filled(name, values) for name in row.ours))
 
     @cached_property
     def _parts(self) -> tuple[tuple[int, int], ...]:
@@ -141,10 +140,6 @@ class Renames:
     @cached_property
     def _flat_theirs(self) -> re.Pattern[str]:
         return _numbered([row.theirs.replace(".", "_") for row in self.rows])
-
-    @cached_property
-    def _flat_ours(self) -> re.Pattern[str]:
-        return _numbered([name.replace(".", "_") for row in self.rows for name in row.ours])
 
 
 def _numbered(patterns: Sequence[str]) -> re.Pattern[str]:

@@ -6,6 +6,7 @@ A new kind is a row of ``KINDS`` and a row of ``delta.adders.TERMS``.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 from fuselora.kinds.boft import BOFT, PEFT_BOFT
 from fuselora.kinds.difference import DIFF, DIFF_B, DIFF_M
@@ -49,4 +50,9 @@ def meant(kind: Kind, settings: Settings, shapes: Shapes) -> Kind:
 
 def kinds_in(parts: Mapping[Part, object]) -> tuple[Kind, ...]:
     """The kinds that a module's parts make, whole or not."""
+    return _kinds_of(frozenset(parts))
+
+
+@cache  # the modules of a file have few sets of parts, and are asked again and again
+def _kinds_of(parts: frozenset[Part]) -> tuple[Kind, ...]:
     return tuple(kind for kind in KINDS if kind.is_in(parts))

@@ -146,7 +146,7 @@ class Kind:
         """What the base must have: a weight, a bias, a modulation."""
         return self.leaves[0].removeprefix(".")
 
-    def is_in(self, parts: Mapping[Part, object]) -> bool:
+    def is_in(self, parts: Collection[Part]) -> bool:
         """Whether a module has any of its own parts."""
         if self.told_by:
             return self.told_by in parts

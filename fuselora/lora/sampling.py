@@ -55,10 +55,11 @@ class Stated:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """What one LoRA says; ``remark`` is what no setting can say."""
+    """What one LoRA says; ``remark`` is what no setting can say, ``phase`` the only one that it is for."""
 
     settings: Mapping[Setting, Stated]
     remark: str | None = None
+    phase: str | None = None
 
 
 def sampling_of(adapter: Adapter, family: Family | None) -> Sampling:
@@ -70,7 +71,7 @@ def sampling_of(adapter: Adapter, family: Family | None) -> Sampling:
     if steps := next(filter(None, map(_steps, names)), None):
         settings["num_inference_steps"] = steps
     settings.update(_of_metadata(metadata, adapter.name))
-    return Sampling(settings, row.remark if row else None)
+    return Sampling(settings, row.remark if row else None, row.phase if row else None)
 
 
 def steps_in(name: str) -> int | None:

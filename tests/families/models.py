@@ -1,4 +1,4 @@
-"""Each family as diffusers has it: its model class, small in blocks and true in width, and its base converter."""
+"""Each family as diffusers has it: its class, small in blocks and true in width, and its base converter."""
 
 from __future__ import annotations
 

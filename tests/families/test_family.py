@@ -63,6 +63,9 @@ def test_a_name_of_which_no_row_speaks_stays(name: str, layout: Layout, to: Layo
         ("layers_0_to_q", "layers.0.to_q"),
         ("a_1_b_20", "a.1.b.20"),
         ("x_0_q", None),
+        ("embed_in", "embed.in"),
+        ("layers_4_x", None),
+        ("layers.4.q", None),
     ],
 )
 def test_flattened_names_are_read_by_the_rows(flat: str, dotted: str | None) -> None:
@@ -200,21 +203,6 @@ def test_every_family_says_what_tells_its_models(family: Family) -> None:
     assert family.kin
     assert family.names
     assert all(rule.witness and rule.reason and rule.modules for rule in family.skips)
-
-
-@pytest.mark.parametrize(
-    ("flat", "dotted"),
-    [
-        ("layers_4_q", "layers.4.q"),
-        ("layers_4_to_q", "layers.4.to_q"),
-        ("embed_in", "embed.in"),
-        ("a_1_b_20", "a.1.b.20"),
-        ("layers_4_x", None),
-        ("layers.4.q", None),
-    ],
-)
-def test_a_flattened_name_is_read_by_the_rows_alone(flat: str, dotted: str | None) -> None:
-    assert TOY.dotted(flat) == dotted
 
 
 def test_a_measure_sees_every_axis_that_shows_it() -> None:
