@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from fuselora.families.pattern import split_leaf
 from fuselora.families.runs import Run, Runs, inverse, joined, through
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def name_table(component: Component, family: Family | None, layout: Layout | Non
     """All names of a component's tensors: its own, and those of the family's other layouts."""
     shapes = component.model_shapes()
     own = {name: Home((Place(component.prefix + name),), shape) for name, shape in shapes.items()}
+    own |= _beside(component, family)
     if component.is_text_encoder:
         return NameTable({OWN: own}, {OWN: _flattened(own)}, *_without_levels(own))
     if family is None or layout is None:
@@ -90,6 +92,13 @@ def name_table(component: Component, family: Family | None, layout: Layout | Non
         if other != layout:
             dotted[other] = {s.name: pieces.home(s) for s in family.spellings(pieces.shapes, other)}
     return NameTable(dotted, {name: _flattened(homes) for name, homes in dotted.items()})
+
+
+def _beside(component: Component, family: Family | None) -> Homes:
+    """What the family's single files hold beside the model, by whole names."""
+    tensors = component.tensors().items() if family and family.beside and component.prefix else ()
+    known = family.beside if family else frozenset[str]()
+    return {n: Home((Place(n),), t.shape) for n, t in tensors if split_leaf(n)[0] in known}
 
 
 def without_levels(name: str) -> str:

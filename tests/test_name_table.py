@@ -62,3 +62,15 @@ def test_a_shape_that_the_layout_does_not_have_is_known_by_its_own_name_alone(tm
     table = table_of(tmp_path / "base.safetensors", base, "native")
     assert table.dotted["native"].keys() == base.keys()
     assert table.dotted["diffusers"].keys() == {"x_embed.weight"}
+
+
+def test_what_the_family_knows_beside_the_model_is_known_by_its_whole_name(tmp_path: Path) -> None:
+    names = ("model.diffusion_model.x_embed", "text_proj.embed", "first_stage_model.x_embed")
+    path = small.write(tmp_path / "base.safetensors", {f"{name}.weight": torch.zeros(4, 3) for name in names})
+    (component,) = open_base(path).components
+    family = replace(TOY, beside=frozenset({"text_proj.embed"}))
+    table = name_table(replace(component, prefix="model.diffusion_model."), family, "diffusers")
+    assert table.dotted["diffusers"].keys() == {"x_embed.weight", "text_proj.embed.weight"}
+    (place,) = table.dotted["diffusers"]["text_proj.embed.weight"].places
+    assert place.base_key == "text_proj.embed.weight"
+    assert "text_proj.embed.weight" not in table.dotted["native"]

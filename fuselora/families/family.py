@@ -72,7 +72,8 @@ class Family:
     first counts. ``boundary_ratios``: model -> the part of the noise schedule, from the end, that is the
     second expert's. ``classes``: diffusers' classes of these models. ``signs``: of layouts that share names,
     the one whose sign is not there being the first in ``layouts``. ``widens``: weights that a LoRA may give
-    more columns, and the field of config.json that counts them.
+    more columns, and the field of config.json that counts them. ``beside``: modules that single files hold
+    beside the model, under no prefix, and that LoRAs may be for.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Family:
     classes: tuple[ModelClass, ...] = ()
     signs: tuple[Sign, ...] = ()
     widens: Mapping[str, str] = field(default_factory=dict)
+    beside: frozenset[str] = frozenset()
 
     # Names
 

@@ -76,6 +76,7 @@ LTX_2 = Family(
         ),
     ),
     skips=(CONNECTORS,),
+    beside=frozenset(CONNECTORS.modules),
     measures=(
         Measure(
             "dim",

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from fuselora.families.family import Family
 from fuselora.families.few_step import FewStep
 from fuselora.families.kin import Kin, Measure
-from fuselora.families.renames import Renames, Rows
+from fuselora.families.renames import Renames
 
 RESNET = (
     ("in_layers.0", "norm1"),
@@ -22,7 +22,7 @@ RESNET = (
     ("out_layers.3", "conv2"),
     ("skip_connection", "conv_shortcut"),
 )
-ENDS: Rows = (
+ENDS = (
     ("time_embed.0", "time_embedding.linear_1"),
     ("time_embed.2", "time_embedding.linear_2"),
     ("label_emb.0.0", "add_embedding.linear_1"),
