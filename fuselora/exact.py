@@ -82,7 +82,7 @@ def _in_shape(rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     if len(shape) == 2 and rows.numel() < math.prod(shape):
         rows = rows.reshape(shape[0], -1)
         return torch.nn.functional.pad(rows, (0, shape[1] - rows.shape[1]))
-    return rows.reshape(*shape)
+    return rows.reshape(list(shape))
 
 
 def compare(stored: torch.Tensor, exact: torch.Tensor, slack: torch.Tensor) -> Distance:

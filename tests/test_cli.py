@@ -92,6 +92,7 @@ OPTIONS = {
     "merge": OF_MERGE,
     "plan": [*(o for o in OF_MERGE if o not in NOT_OF_PLAN), "--content", "--estimate"],
     "inspect": ["--json"],
+    "families": ["--json"],
     "verify": ["--base", "--lora", "--skeleton", "--load", "--revision", "--json", "--quiet"],
     "check": ["--lora", "--digest", "--json"],
     "demo": ["--json", "--quiet"],
@@ -613,3 +614,12 @@ def test_an_interruption_that_an_import_swallowed_ends_the_next_phase() -> None:
         with pytest.raises(KeyboardInterrupt), reporter.phase("fuse", 1):
             pass
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_families_as_data() -> None:
+    found = {row["family"]: row for row in document(run("families", "--json"))["families"]}
+    assert len(found) >= 16
+    assert found["flux.1"]["layouts"][:2] == ["diffusers", "native"]
+    assert "FLUX.1-dev" in found["flux.1"]["models"]
+    assert found["minimax-h3"]["layouts_to_tell"] == ["raw"]
+    assert found["wan"]["few_step"][0]["num_inference_steps"] == 4

@@ -286,7 +286,7 @@ def test_names_are_read_without_prefix_and_unflattened_by_the_family(
     assert found.target.blocks == (3,)
 
 
-@pytest.mark.parametrize("module", ["transformer_blocks.0.attn.to_q", "lora_unet_input_blocks_4_1_proj_in"])
+@pytest.mark.parametrize("module", ["encoder.0.attn.to_q", "lora_unet_stages_4_1_proj_in"])
 def test_a_lora_of_an_unknown_family(tmp_path: Path, module: str) -> None:
     found = described(tmp_path, *pair(module, alpha=1))
     assert found.target.family is None

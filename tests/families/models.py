@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import diffusers
 import torch
-from diffusers.loaders import single_file_utils as converters
+from diffusers.loaders import single_file_utils
 
 from fuselora.families.chroma import CHROMA
 from fuselora.families.flux1 import FLUX1
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from fuselora.families import Family, Layout
 
 Tensors = Mapping[str, torch.Tensor]
+converters: Any = single_file_utils  # without annotations
+unet: Any = diffusers.UNet2DConditionModel
 SHOWN = 8  # columns of a weight that are kept; converters look at rows alone
 SDXL_PREFIX = "model.diffusion_model."
 
@@ -50,14 +52,13 @@ class Model:
 
 
 def _class(name: str, **config: Any) -> Callable[[], torch.nn.Module]:
-    return lambda: getattr(diffusers, name)(**config)  # type: ignore[no-any-return]
+    return lambda: getattr(diffusers, name)(**config)
 
 
 def _h3(order: str) -> Callable[[dict[str, torch.Tensor]], Tensors]:
     config = {"num_attention_heads": 56, "attention_head_dim": 128}
-    return lambda tensors: converters.convert_minimax_h3_transformer_checkpoint_to_diffusers(  # type: ignore[no-any-return]
-        tensors, config, order
-    )
+    convert = converters.convert_minimax_h3_transformer_checkpoint_to_diffusers
+    return lambda tensors: convert(tensors, config, order)
 
 
 def _sdxl(tensors: dict[str, torch.Tensor]) -> Tensors:
@@ -68,7 +69,7 @@ def _sdxl(tensors: dict[str, torch.Tensor]) -> Tensors:
 
 
 def _sdxl_model() -> torch.nn.Module:
-    return diffusers.UNet2DConditionModel.from_config(listings.config("sdxl-base-unet"))  # type: ignore[no-any-return]
+    return unet.from_config(listings.config("sdxl-base-unet"))  # type: ignore[no-any-return]
 
 
 H3 = _class("MiniMaxH3Transformer3DModel", num_layers=1, num_refiner_layers=1)
