@@ -101,6 +101,8 @@ def _kin(*models: str, channels: int = 64, guidance: bool = True) -> Kin:
         {
             "x_embedder.weight": (3072, channels),
             "context_embedder.weight": (3072, 4096),
+            # Chroma has none
+            "time_text_embed.text_embedder.linear_1.weight": (3072, 768),
             "transformer_blocks.0.ff.net.0.proj.weight": (12288, 3072),
             "single_transformer_blocks.37.proj_out.weight": (3072, 15360),
             "time_text_embed.guidance_embedder.linear_1.bias": (3072,) if guidance else (),

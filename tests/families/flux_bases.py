@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Tensors = dict[str, torch.Tensor]
+classes: Any = diffusers  # without annotations
 DIM, TEXT, CHANNELS, RANK = 32, 24, 4, 6
 SMALL = {
     "in_channels": CHANNELS, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
@@ -44,7 +45,11 @@ QKV = {"img": ("to_q", "to_k", "to_v"), "txt": ("add_q_proj", "add_k_proj", "add
 
 
 def _layer(state: Mapping[str, torch.Tensor], theirs: str, ours: str) -> Tensors:
-    return {f"{theirs}.{leaf}": state[f"{ours}.{leaf}"] for leaf in ("weight", "bias") if f"{ours}.{leaf}" in state}
+    return {
+        f"{theirs}.{leaf}": state[f"{ours}.{leaf}"]
+        for leaf in ("weight", "bias")
+        if f"{ours}.{leaf}" in state
+    }
 
 
 def _stacked(state: Mapping[str, torch.Tensor], theirs: str, *ours: str) -> Tensors:
@@ -69,7 +74,7 @@ def _head(state: Mapping[str, torch.Tensor]) -> Tensors:
     return found
 
 
-def _double(state: Mapping[str, torch.Tensor], n: int, mlps: Mapping[str, str]) -> Tensors:
+def _double(state: Mapping[str, torch.Tensor], n: str, mlps: Mapping[str, str]) -> Tensors:
     theirs, ours = f"double_blocks.{n}", f"transformer_blocks.{n}"
     found: Tensors = {}
     for stream in ("img", "txt"):
@@ -82,7 +87,7 @@ def _double(state: Mapping[str, torch.Tensor], n: int, mlps: Mapping[str, str]) 
     return found | _layer(state, f"{theirs}.txt_mod.lin", f"{ours}.norm1_context.linear")
 
 
-def _single(state: Mapping[str, torch.Tensor], n: int) -> Tensors:
+def _single(state: Mapping[str, torch.Tensor], n: str) -> Tensors:
     theirs, ours = f"single_blocks.{n}", f"single_transformer_blocks.{n}"
     found: Tensors = {}
     for norm, name in (("query_norm", "norm_q"), ("key_norm", "norm_k")):
@@ -100,11 +105,16 @@ def _common(state: Mapping[str, torch.Tensor], mlps: Mapping[str, str]) -> Tenso
     found: Tensors = {}
     for theirs, ours in STEM.items():
         found |= _layer(state, theirs, ours)
-    for n in range(SMALL["num_layers"]):
+    for n in _numbers(state, "transformer_blocks"):
         found |= _double(state, n, mlps)
-    for n in range(SMALL["num_single_layers"]):
+    for n in _numbers(state, "single_transformer_blocks"):
         found |= _single(state, n)
     return found
+
+
+def _numbers(state: Mapping[str, torch.Tensor], blocks: str) -> list[str]:
+    """Those of the blocks in a list of blocks."""
+    return list(dict.fromkeys(found[1] for name in state if (found := re.match(rf"{blocks}\.(\d+)\.", name))))
 
 
 def native_flux1(state: Mapping[str, torch.Tensor]) -> Tensors:
@@ -132,7 +142,7 @@ def native_chroma(state: Mapping[str, torch.Tensor]) -> Tensors:
     at = "distilled_guidance_layer"
     for name in ("in_proj", "out_proj"):
         found |= _layer(state, f"{at}.{name}", f"{at}.{name}")
-    for n in range(2):
+    for n in _numbers(state, rf"{at}\.norms"):
         found |= _layer(state, f"{at}.layers.{n}.in_layer", f"{at}.layers.{n}.linear_1")
         found |= _layer(state, f"{at}.layers.{n}.out_layer", f"{at}.layers.{n}.linear_2")
         found[f"{at}.norms.{n}.scale"] = state[f"{at}.norms.{n}.weight"]
@@ -174,33 +184,41 @@ def _inputs(ids: int, **more: tuple[int, ...]) -> dict[str, torch.Tensor]:
     shapes = {"hidden_states": (1, 4, CHANNELS), "encoder_hidden_states": (1, 3, TEXT), **more}
     generator = torch.Generator().manual_seed(3)
     found = {name: torch.rand(shape, generator=generator) for name, shape in shapes.items()}
-    return {**found, "timestep": torch.tensor([0.5]), "img_ids": torch.ones(4, ids), "txt_ids": torch.zeros(3, ids)}
+    return {
+        **found,
+        "timestep": torch.tensor([0.5]),
+        "img_ids": torch.ones(4, ids),
+        "txt_ids": torch.zeros(3, ids),
+    }
 
 
 FLUX1_BASE = Base(
-    lambda: diffusers.FluxTransformer2DModel(
+    lambda: classes.FluxTransformer2DModel(
         **SMALL, axes_dims_rope=(4, 6, 6), pooled_projection_dim=20, guidance_embeds=True
     ),
     native_flux1,
     lambda: _inputs(3, pooled_projections=(1, 20), guidance=(1,)),
 )
 FLUX2_BASE = Base(
-    lambda: diffusers.Flux2Transformer2DModel(
+    lambda: classes.Flux2Transformer2DModel(
         **SMALL, axes_dims_rope=(4, 4, 4, 4), timestep_guidance_channels=16
     ),
     native_flux2,
     lambda: _inputs(4, guidance=(1,)),
 )
 CHROMA_BASE = Base(
-    lambda: diffusers.ChromaTransformer2DModel(
-        **SMALL, axes_dims_rope=(4, 6, 6), approximator_num_channels=64, approximator_hidden_dim=12,
+    lambda: classes.ChromaTransformer2DModel(
+        **SMALL,
+        axes_dims_rope=(4, 6, 6),
+        approximator_num_channels=64,
+        approximator_hidden_dim=12,
         approximator_layers=2,
-    ),  # fmt: skip
+    ),
     native_chroma,
     lambda: _inputs(3),
 )
 
-# how a module is spelled in a file: its layout, its prefix, whether dots are underscores, the factors' endings
+# how a file spells a module: layout, prefix, whether dots are underscores, endings of the factors
 SPELLINGS: dict[str, tuple[str, str, bool, tuple[str, str]]] = {
     "native": ("native", "", False, ("lora_A", "lora_B")),
     "comfyui": ("native", "diffusion_model.", False, ("lora_down", "lora_up")),
