@@ -1,7 +1,7 @@
 """Small models of diffusers' own classes, merged with LoRAs in every layout's names, loaded and run.
 
-What the merge writes is base + delta in float64, rows where the family says, for a LoRA in one layout on a base
-in another; verify agrees.
+What the merge writes is base + delta in float64, rows where the family says, for a LoRA in one layout on a
+base in another; verify agrees.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fuselora.families import Family, Layout
 
 Tensors = Mapping[str, torch.Tensor]
+Shapes = Mapping[str, tuple[int, ...]]
 FAMILY = {family.name: family for family in FAMILIES}
 SCALE = 0.5  # alpha / rank
 
@@ -139,7 +140,8 @@ SMALL = {
         "sdxl",
         "UNet2DConditionModel",
         {
-            "sample_size": 16, "block_out_channels": (16, 32, 64), "layers_per_block": 2, "norm_num_groups": 8,
+            "sample_size": 16, "block_out_channels": (16, 32, 64), "layers_per_block": 2,
+            "norm_num_groups": 8,
             "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
             "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
             "transformer_layers_per_block": (1, 1, 2), "attention_head_dim": (2, 4, 8),
@@ -192,7 +194,7 @@ def matrices(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]
     }
 
 
-def pairs(shapes: Mapping[str, tuple[int, ...]], prefix: str, *, flat: bool) -> tuple[Tensors, Tensors]:
+def pairs(shapes: Shapes, prefix: str, *, flat: bool) -> tuple[Tensors, Tensors]:
     """A LoRA of these weights, and what it adds to each, in float64."""
     tensors: dict[str, torch.Tensor] = {}
     deltas = {}
