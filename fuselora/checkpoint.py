@@ -99,6 +99,16 @@ class Checkpoint:
         """The models that a family speaks of: one, or two experts."""
         return tuple(component for component in self.components if not component.is_text_encoder)
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The published models that it can be, by names, shapes and the pipeline's class."""
+        if self.family is None:
+            return ()
+        models = self.transformers
+        found = self.family.models_of(models[0].model_shapes(), len(models))
+        served = self.family.pipelines.get(self.pipeline_class or "", found)
+        return tuple(model for model in found if model in served) or found
+
     def encoders_meant(self, name: str | None) -> tuple[str, ...]:
         """The text encoders of this base that a name in keys can mean."""
         return encoders_meant(name, self.encoders) if name else ()

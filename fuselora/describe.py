@@ -258,7 +258,7 @@ def _checkpoint(path: Path) -> CheckpointDescription:
         container=checkpoint.container,
         family=family.name if family else None,
         layout=checkpoint.layout,
-        models=family.models_of(components[0].model_shapes(), len(components)) if family else (),
+        models=checkpoint.models,
         pipeline_class=checkpoint.pipeline_class,
         variant=variant,
         named_expert=expert_in_name(_real(path).name) if len(components) == 1 else None,

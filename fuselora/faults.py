@@ -50,7 +50,7 @@ class Checked:
 def check(checkpoint: Checkpoint, matchings: Sequence[Matching], request: Request) -> Checked:
     """All faults that need no weights: fused or packed bases, alphas, misses, dtypes, zero matches."""
     faults = list(_fused_faults(checkpoint, request))
-    models = _models_of(checkpoint)
+    models = checkpoint.models
     notices = [*_base_notices(checkpoint, request), *_task_notices(checkpoint, matchings)]
     checked: list[Matching] = []
     for matching in matchings:
@@ -130,7 +130,7 @@ def _base_notices(checkpoint: Checkpoint, request: Request) -> Iterator[Notice]:
 
 def _task_notices(checkpoint: Checkpoint, matchings: Sequence[Matching]) -> Iterator[Notice]:
     """LoRAs that are named for text-to-video on an image-to-video base, and the other way round."""
-    models = _models_of(checkpoint)
+    models = checkpoint.models
     tasks = {task for model in models if (task := _task_in(model))}
     for adapter in {m.assignment.order: m.assignment.adapter for m in matchings}.values():
         spec = adapter.location.spec
@@ -140,13 +140,6 @@ def _task_notices(checkpoint: Checkpoint, matchings: Sequence[Matching]) -> Iter
             base = " or ".join(models)
             text = f"{adapter.name}: is named for {task.upper()}, and the base is {base}; the shapes fit"
             yield Notice("task_name", text, {"lora": adapter.name, "base": base})
-
-
-def _models_of(checkpoint: Checkpoint) -> tuple[str, ...]:
-    if checkpoint.family is None:
-        return ()
-    models = checkpoint.transformers
-    return checkpoint.family.models_of(models[0].model_shapes(), len(models))
 
 
 def _task_in(name: str) -> str | None:

@@ -34,7 +34,6 @@ from fuselora.summary import (
     base_dtype,
     lora_document,
     main_dtype,
-    models_of,
     plan_document,
     report_document,
     where,
@@ -203,7 +202,7 @@ class Reporter:
 
     def _plan_tables(self, plan: FusePlan, *, places: bool) -> None:
         checkpoint = plan.checkpoint
-        models = ", ".join(models_of(plan)) or "no published size"
+        models = ", ".join(checkpoint.models) or "no published size"
         family = checkpoint.family.name if checkpoint.family else "no known family"
         self._line(f"{checkpoint.source}: {models} ({family}, {checkpoint.layout or 'unknown'} names)")
         if plan.skeleton:

@@ -243,7 +243,7 @@ def _of_base(checkpoint: Checkpoint, pipeline: Path | None) -> dict[Setting, Sta
 def _of_model(checkpoint: Checkpoint) -> Iterator[tuple[Setting, Stated]]:
     family, n_experts = checkpoint.family, len(checkpoint.transformers)
     if family is not None and n_experts > 1:
-        for model in family.models_of(checkpoint.transformers[0].model_shapes(), n_experts):
+        for model in checkpoint.models:
             if model in family.boundary_ratios:
                 ratio = family.boundary_ratios[model]
                 yield "boundary_ratio", Stated(ratio, "family", f"published for {model}")

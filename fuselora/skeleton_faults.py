@@ -185,7 +185,7 @@ def _config_faults(
         text = f"names the class {named} for {component.name}, and its config.json {kind.name}"
         yield Fault("config", text, path=str(skeleton.root / INDEX), key=component.name)
     base_path = str(checkpoint.root / component.folder) if checkpoint.root.is_dir() else str(checkpoint.root)
-    models = family.models_of(component.model_shapes(), len(checkpoint.components))
+    models = checkpoint.models
     base = f"The base is {' or '.join(models)}" if models else "The skeleton may be another model's"
     hint = f"{base}: take that model's skeleton." if models else f"{base}: take that of the base's model."
     for field, text in _differences(kind, config, component):

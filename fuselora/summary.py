@@ -32,7 +32,7 @@ def plan_document(plan: FusePlan) -> dict[str, object]:
             "container": checkpoint.container,
             "layout": checkpoint.layout,
             "family": checkpoint.family.name if checkpoint.family else None,
-            "models": list(models_of(plan)),
+            "models": list(checkpoint.models),
         },
         "layout": plan.request.layout,
         "skeleton": _skeleton(plan),
@@ -64,15 +64,6 @@ def report_document(report: FuseReport) -> dict[str, object]:
         "seconds": round(report.seconds, 3),
         "warnings": [notice.document() for notice in report.notices],
     }
-
-
-def models_of(plan: FusePlan) -> tuple[str, ...]:
-    """The published models that the base could be, by names and shapes."""
-    checkpoint = plan.checkpoint
-    if checkpoint.family is None:
-        return ()
-    models = checkpoint.transformers
-    return checkpoint.family.models_of(models[0].model_shapes(), len(models))
 
 
 def component_document(plan: FusePlan, component: ComponentPlan) -> dict[str, object]:

@@ -16,7 +16,6 @@ from fuselora.summary import (
     PENDING,
     lora_document,
     main_dtype,
-    models_of,
     plan_document,
     report_document,
     where,
@@ -143,7 +142,7 @@ def test_models_by_names_and_shapes(tmp_path: Path, experts: bool) -> None:
     for part in parts:
         path = tmp_path / "base" / part / "model.safetensors"
         listings.sparse(path, listings.base("wan2.2-t2v-a14b", "diffusers"))
-    found = models_of(plan(tmp_path / "base", [f"all={lora}"]))
+    found = plan(tmp_path / "base", [f"all={lora}"]).checkpoint.models
     assert found == (("Wan2.2-T2V-A14B",) if experts else ("Wan2.1-T2V-14B", "Wan2.2-T2V-A14B (one expert)"))
 
 

@@ -73,7 +73,8 @@ class Family:
     second expert's. ``classes``: diffusers' classes of these models. ``signs``: of layouts that share names,
     the one whose sign is not there being the first in ``layouts``. ``widens``: weights that a LoRA may give
     more columns, and the field of config.json that counts them. ``beside``: modules that single files hold
-    beside the model, under no prefix, and that LoRAs may be for.
+    beside the model, under no prefix, and that LoRAs may be for. ``pipelines``: classes in model_index.json
+    that serve some of the models alone.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Family:
     signs: tuple[Sign, ...] = ()
     widens: Mapping[str, str] = field(default_factory=dict)
     beside: frozenset[str] = frozenset()
+    pipelines: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     # Names
 

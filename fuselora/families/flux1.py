@@ -116,6 +116,10 @@ FLUX1 = Family(
     layouts={"native": Renames((*BLOCK_ROWS, *OWN_ROWS)), "xlabs": Renames(XLABS_ROWS)},
     names=canonical_names((*BLOCK_ROWS, *OWN_ROWS)),
     block="transformer_blocks.{n}.",
+    pipelines={
+        "FluxPipeline": ("FLUX.1-dev", "FLUX.1-Krea-dev", "FLUX.1-schnell"),
+        "FluxKontextPipeline": ("FLUX.1-Kontext-dev",),
+    },
     kin=(
         _kin("FLUX.1-dev", "FLUX.1-Kontext-dev", "FLUX.1-Krea-dev"),
         _kin("FLUX.1-schnell", guidance=False),

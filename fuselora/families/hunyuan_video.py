@@ -138,6 +138,10 @@ HUNYUAN_VIDEO = Family(
         _kin("HunyuanVideo", "HunyuanVideo-I2V"),
         _kin("HunyuanVideo-I2V (latent concat)", channels=33, guidance=False),
     ),
+    pipelines={
+        "HunyuanVideoPipeline": ("HunyuanVideo",),
+        "HunyuanVideoImageToVideoPipeline": ("HunyuanVideo-I2V", "HunyuanVideo-I2V (latent concat)"),
+    },
     measures=(
         Measure(
             "dim",

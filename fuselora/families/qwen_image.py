@@ -47,6 +47,11 @@ QWEN_IMAGE = Family(
             {"img_in.weight": (3072, 64), "txt_in.weight": (3072, 3584)},
         ),
     ),
+    pipelines={
+        "QwenImagePipeline": ("Qwen-Image", "Qwen-Image-2512"),
+        "QwenImageEditPipeline": ("Qwen-Image-Edit",),
+        "QwenImageEditPlusPipeline": ("Qwen-Image-Edit-2509", "Qwen-Image-Edit-2511"),
+    },
     measures=(
         Measure(
             "dim",

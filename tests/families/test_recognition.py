@@ -61,6 +61,27 @@ def test_a_base_s_family_layout_and_models(tmp_path: Path, base: str, layout: La
     assert set(found.models) >= KIN[base]
 
 
+@pytest.mark.parametrize(
+    ("base", "pipeline", "models"),
+    [
+        ("flux.1-dev", "FluxPipeline", ("FLUX.1-dev", "FLUX.1-Krea-dev")),
+        ("flux.1-dev", "FluxKontextPipeline", ("FLUX.1-Kontext-dev",)),
+        ("flux.1-dev", "Unheard", ("FLUX.1-dev", "FLUX.1-Kontext-dev", "FLUX.1-Krea-dev")),
+        ("qwen-image", "QwenImageEditPlusPipeline", ("Qwen-Image-Edit-2509", "Qwen-Image-Edit-2511")),
+        ("hunyuanvideo", "HunyuanVideoImageToVideoPipeline", ("HunyuanVideo-I2V",)),
+    ],
+)
+def test_a_pipeline_s_class_tells_models_of_one_shape_apart(
+    tmp_path: Path, base: str, pipeline: str, models: tuple[str, ...]
+) -> None:
+    weights = tmp_path / "transformer" / "diffusion_pytorch_model.safetensors"
+    listings.sparse(weights, listings.base(base, "diffusers"))
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": pipeline}))
+    found = describe(tmp_path)
+    assert isinstance(found, CheckpointDescription)
+    assert found.models == models
+
+
 @pytest.mark.parametrize("name", LORAS)
 def test_what_a_lora_was_made_for(tmp_path: Path, name: str) -> None:
     entry = listings.index()[name]
