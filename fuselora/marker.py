@@ -288,16 +288,19 @@ def _component(name: str, entry: Fields) -> ComponentRecord:
         n_tensors=entry.count("tensors"),
         fused=entry.count("fused"),
         files=tuple(_weight_file(item) for item in entry.items("files", at_least=1)),
-        widths=dict(map(_width, entry.items("widened"))) if "widened" in entry.values else {},
+        widths=_widths(entry) if "widened" in entry.values else {},
     )
 
 
-def _width(entry: Fields) -> tuple[str, int]:
-    """The field of config.json that counts a grown tensor's columns, and how many there are."""
-    shape = entry.values.get("to")
-    if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int for n in shape):
-        entry.refuse("to", "a shape of two numbers")
-    return entry.text("field"), shape[1]
+def _widths(entry: Fields) -> dict[str, int]:
+    """What config.json says otherwise for the tensors that grew."""
+    found: dict[str, int] = {}
+    for item in entry.items("widened"):
+        config = item.values.get("config")
+        if not isinstance(config, dict) or not all(type(n) is int for n in config.values()):
+            item.refuse("config", "an object of whole numbers")
+        found |= config
+    return found
 
 
 def _weight_file(entry: Fields) -> FileRecord:

@@ -175,15 +175,16 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """A tensor that has more columns than in the base, and the field of config.json that counts them."""
+    """A tensor that has more columns than in the base, and what config.json says otherwise for it."""
 
     name: str
     before: tuple[int, ...]
     after: tuple[int, ...]
-    field: str
+    config: Mapping[str, int]
 
     def document(self) -> dict[str, object]:
-        return {"tensor": self.name, "from": list(self.before), "to": list(self.after), "field": self.field}
+        shapes = {"from": list(self.before), "to": list(self.after)}
+        return {"tensor": self.name, **shapes, "config": dict(self.config)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,7 +387,9 @@ class _ComponentLayout:
             after = self._grown(tensor).shape
             if self.family and after != tensor.shape:
                 name = self.family.canonical_name(tensor.name[len(self.component.prefix) :], self.layout)
-                yield Grown(self.naming.tensors[tensor.name], tensor.shape, after, self.family.widens[name])
+                widening, config = self.family.widens[name], self.component.config
+                changes = widening.changes(config, tensor.shape[1], after[1])
+                yield Grown(self.naming.tensors[tensor.name], tensor.shape, after, changes)
 
     def dtype_of(self, tensor: TensorInfo) -> str:
         """The output dtype: as stored, unless ``--dtype`` says otherwise and nothing holds it back.
@@ -532,8 +535,10 @@ def _edited_configs(
         config = skeleton.configs[component.name] if skeleton else component.config
         path = (PurePosixPath(component.name) if skeleton else component.folder) / "config.json"
         dtype = DTYPE_NAMES.get(planned.dtype) if skeleton else request.dtype
-        wanted = {**_dtypes(dtype, config), **{grown.field: grown.after[1] for grown in planned.grown}}
-        changes = {name: value for name, value in wanted.items() if config.get(name, value) != value}
+        wanted: dict[str, object] = {**_dtypes(dtype, config)}
+        for grown in planned.grown:
+            wanted |= grown.config
+        changes = {name: value for name, value in wanted.items() if config.get(name) != value}
         if changes:
             source = (skeleton or checkpoint).root / path
             with reading(source):
@@ -551,7 +556,7 @@ def _with_values(content: bytes, config: Mapping[str, object], changes: Mapping[
     """A config with some top-level values changed; spelled as before where that is safe."""
     edited, count = content, 0
     for name, value in changes.items():
-        pattern = rb'("' + re.escape(name).encode() + rb'"\s*:\s*)("[^"]*"|-?[0-9]+)'
+        pattern = rb'("' + re.escape(name).encode() + rb'"\s*:\s*)("[^"]*"|-?[0-9]+|null)'
         edited, n = re.subn(pattern, rb"\g<1>" + json.dumps(value).encode(), edited)
         count += n
     wanted = {**config, **changes}

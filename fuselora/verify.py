@@ -283,5 +283,6 @@ def _same_config(ours: Path, theirs: Path, component: ComponentRecord | None) ->
         found, wanted = read_json(ours), read_json(theirs)
     except FormatError:
         return False
-    changes = {**dict.fromkeys(("torch_dtype", "dtype"), component.dtype), **component.widths}
-    return found == wanted | {key: value for key, value in changes.items() if key in wanted}
+    dtypes = {name: component.dtype for name in ("torch_dtype", "dtype") if name in wanted}
+    expected: dict[str, object] = {**wanted, **dtypes, **component.widths}
+    return found == expected

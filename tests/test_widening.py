@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 import fuselora
 from fuselora.errors import Refused
+from fuselora.families import Widening
 from fuselora.verify import verify
 from tests import small
 from tests.families.toy import TOY, canonical, spelled
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-WIDENING = replace(TOY, widens={"x_embed.weight": "in_channels"})
-CONFIG = '{\n  "_class_name": "Toy",\n  "in_channels": 3,\n  "nested": {"in_channels": 3}\n}\n'
+WIDENING = replace(TOY, widens={"x_embed.weight": Widening("in_channels", follower="out_channels")})
+CONFIG = '{\n  "in_channels": 3,\n  "out_channels": null,\n  "nested": {"in_channels": 3}\n}\n'
 X = "x_embed.weight"
 
 
@@ -64,10 +65,12 @@ def test_zeros_are_put_behind_the_base_and_the_config_follows(
     exact = torch.nn.functional.pad(old[X].double(), (0, 3)) + delta
     torch.testing.assert_close(got[X].double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
     assert all(torch.equal(got[name], tensor) for name, tensor in old.items() if name != X)
-    assert json.loads((out / "transformer" / "config.json").read_text())["in_channels"] == 6
-    assert json.loads((out / "transformer" / "config.json").read_text())["nested"] == {"in_channels": 3}
+    config = json.loads((out / "transformer" / "config.json").read_text())
+    assert config == {**json.loads(CONFIG), "in_channels": 6, "out_channels": 3}
     entry = report.marker.raw["components"]["transformer"]  # type: ignore[index]
-    assert entry["widened"] == [{"tensor": X, "from": [4, 3], "to": [4, 6], "field": "in_channels"}]
+    assert entry["widened"] == [
+        {"tensor": X, "from": [4, 3], "to": [4, 6], "config": {"in_channels": 6, "out_channels": 3}}
+    ]
     assert [notice.code for notice in report.notices] == ["widened"]
     assert verify(out, base=base, loras=[lora]).ok
     assert fuselora.read_marker(out) is not None
@@ -130,3 +133,17 @@ def test_two_widths_are_refused(tmp_path: Path) -> None:
     widening(nine, 9)
     with pytest.raises(Refused, match=r"x_embed.weight is widened to several shapes"):
         fuselora.merge(base, [six, nine], out=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("config", "changed"),
+    [
+        ({"in_channels": 3}, {"in_channels": 6, "out_channels": 3}),
+        ({"in_channels": 3, "out_channels": 5}, {"in_channels": 6}),
+        ({"out_channels": 5}, {}),
+        ({}, {}),
+    ],
+)
+def test_what_a_config_says_otherwise(config: dict[str, object], changed: dict[str, int]) -> None:
+    """out_channels stands for in_channels where it is null or absent, and must not grow with it."""
+    assert WIDENING.widens[X].changes(config, 3, 6) == changed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fuselora.families.chroma import CHROMA
-from fuselora.families.family import Family, Layout, Sign
+from fuselora.families.family import Family, Layout, Sign, Widening
 from fuselora.families.few_step import FewStep
 from fuselora.families.flux1 import FLUX1
 from fuselora.families.flux2 import FLUX2
@@ -41,4 +41,15 @@ FAMILIES: tuple[Family, ...] = (
     KANDINSKY_5,
 )
 
-__all__ = ["FAMILIES", "Branch", "Family", "FewStep", "Kin", "Layout", "Measure", "Sign", "SkipRule"]
+__all__ = [
+    "FAMILIES",
+    "Branch",
+    "Family",
+    "FewStep",
+    "Kin",
+    "Layout",
+    "Measure",
+    "Sign",
+    "SkipRule",
+    "Widening",
+]

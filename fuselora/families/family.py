@@ -43,6 +43,24 @@ class Sign:
 
 
 @dataclass(frozen=True, slots=True)
+class Widening:
+    """What config.json says of a weight's columns: ``field`` counts them, and another field may follow it.
+
+    ``follower`` has the same value where it is null; when the weight grows, it must say the old one.
+    """
+
+    field: str
+    follower: str | None = None
+
+    def changes(self, config: Mapping[str, object], before: int, after: int) -> dict[str, int]:
+        """What such a config says otherwise once the weight has grown; nothing if it lacks the field."""
+        if self.field not in config:
+            return {}
+        follows = self.follower is not None and config.get(self.follower) is None
+        return {self.field: after, **({self.follower: before} if follows and self.follower else {})}
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A canonical tensor, or what a tensor of another layout has of it: ``runs`` lead from that one to it."""
 
@@ -72,7 +90,7 @@ class Family:
     first counts. ``boundary_ratios``: model -> the part of the noise schedule, from the end, that is the
     second expert's. ``classes``: diffusers' classes of these models. ``signs``: of layouts that share names,
     the one whose sign is not there being the first in ``layouts``. ``widens``: weights that a LoRA may give
-    more columns, and the field of config.json that counts them. ``beside``: modules that single files hold
+    more columns. ``beside``: modules that single files hold
     beside the model, under no prefix, and that LoRAs may be for. ``pipelines``: classes in model_index.json
     that serve some of the models alone.
     """
@@ -92,7 +110,7 @@ class Family:
     boundary_ratios: Mapping[str, float] = field(default_factory=dict)
     classes: tuple[ModelClass, ...] = ()
     signs: tuple[Sign, ...] = ()
-    widens: Mapping[str, str] = field(default_factory=dict)
+    widens: Mapping[str, Widening] = field(default_factory=dict)
     beside: frozenset[str] = frozenset()
     pipelines: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 

@@ -7,7 +7,7 @@ those of its attention processors (XLabs-AI/x-flux).
 
 from __future__ import annotations
 
-from fuselora.families.family import Family
+from fuselora.families.family import Family, Widening
 from fuselora.families.few_step import FewStep
 from fuselora.families.kin import Branch, Kin, Measure, SkipRule
 from fuselora.families.renames import Renames, Rows, canonical_names, split, square_then_rest, swap
@@ -130,7 +130,7 @@ FLUX1 = Family(
     measures=MEASURES,
     branches=(Branch("guidance", GUIDANCE, "time_text_embed.guidance_embedder.linear_1.bias"),),
     # a control LoRA (FLUX.1-Depth-dev-lora, FLUX.1-Canny-dev-lora) reads the control image as more channels
-    widens={"x_embedder.weight": "in_channels"},
+    widens={"x_embedder.weight": Widening("in_channels", follower="out_channels")},
     few_step=(
         FewStep(
             name="FLUX.1-Turbo-Alpha",

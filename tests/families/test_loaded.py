@@ -283,3 +283,32 @@ def test_a_diffusers_lora_on_a_single_file(tmp_path: Path, name: str, layout: La
     )
     same(after, before, deltas)
     assert verify(tmp_path / "out", base=base_path, loras=[path]).ok
+
+
+def test_a_control_lora_widens_the_input_and_the_result_takes_it(tmp_path: Path) -> None:
+    """As FLUX.1-Depth-dev-lora: native names without a prefix, biases, and norm scales that are replaced."""
+    model = SMALL["flux.1"]
+    base = folder_of(tmp_path / "base", model)
+    weights = load_file(base / model.folder / "diffusion_pytorch_model.safetensors")
+    up, down, bias, scale = noise(32, 2), noise(2, 8), noise(32), noise(16)
+    lora = {
+        "img_in.lora_A.weight": down,
+        "img_in.lora_B.weight": up,
+        "img_in.lora_B.bias": bias,
+        "double_blocks.0.img_attn.norm.query_norm.scale": scale,
+    }
+    path, out = small.write(tmp_path / "x.safetensors", lora), tmp_path / "out"
+    report = fuselora.merge(base, [path], out=out)
+    assert [notice.code for notice in report.notices] == ["widened"]
+    got = load_file(out / model.folder / "diffusion_pytorch_model.safetensors")
+    wide = torch.nn.functional.pad(weights["x_embedder.weight"], (0, 4)) + up @ down
+    torch.testing.assert_close(got["x_embedder.weight"], wide)
+    torch.testing.assert_close(got["x_embedder.bias"], weights["x_embedder.bias"] + bias)
+    assert torch.equal(got["transformer_blocks.0.attn.norm_q.weight"], scale)
+    merged = model.load(out / model.folder)
+    assert merged.config.in_channels == 8  # type: ignore[union-attr]
+    assert model.inputs is not None
+    with torch.no_grad():
+        found = merged(**{**model.inputs(), "hidden_states": noise(1, 4, 8)}, return_dict=False)[0]
+    assert found.isfinite().all()
+    assert verify(out, base=base, loras=[path]).ok
