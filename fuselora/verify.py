@@ -283,6 +283,5 @@ def _same_config(ours: Path, theirs: Path, component: ComponentRecord | None) ->
         found, wanted = read_json(ours), read_json(theirs)
     except FormatError:
         return False
-    dtypes = {name: component.dtype for name in ("torch_dtype", "dtype") if name in wanted}
-    expected: dict[str, object] = {**wanted, **dtypes, **component.widths}
-    return found == expected
+    changes: dict[str, object] = {key: component.dtype for key in ("torch_dtype", "dtype") if key in wanted}
+    return found == wanted | changes | dict(component.widths)
