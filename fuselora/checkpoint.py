@@ -105,7 +105,7 @@ class Checkpoint:
         if self.family is None:
             return ()
         models = self.transformers
-        found = self.family.models_of(models[0].model_shapes(), len(models))
+        found = self.family.models_of(models[0].model_shapes(), len(models), self.layout)
         served = self.family.pipelines.get(self.pipeline_class or "", found)
         return tuple(model for model in found if model in served) or found
 

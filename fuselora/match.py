@@ -137,7 +137,7 @@ def match(assignment: Assignment, family: Family | None, layout: Layout | None) 
         faults += wrong
         if not found and not wrong and not module.parts.keys() <= ALPHAS:
             homeless.append(module)
-    skipped, unmatched = _explain(homeless, assignment.component, family)
+    skipped, unmatched = _explain(homeless, assignment.component, family, layout)
     hits = [widened(hit, assignment.component, family, layout) for hit in hits]
     faults += _shape_faults(assignment, hits) + _double_faults(assignment, hits)
     notices = tuple(_orphan_notices(assignment, modules))
@@ -297,12 +297,12 @@ def _voted(table: NameTable, assignment: Assignment) -> Layout | None:
 
 
 def _explain(
-    homeless: Sequence[Module], component: Component, family: Family | None
+    homeless: Sequence[Module], component: Component, family: Family | None, layout: Layout | None
 ) -> tuple[tuple[Skip, ...], tuple[Unmatched, ...]]:
     """Sort modules without a home into the family's harmless ones and the rest."""
-    if family is None:
+    if family is None or not homeless:
         return (), tuple(Unmatched(module, _for_encoder(module, component)) for module in homeless)
-    shapes = family.canonical_shapes(component.model_shapes())
+    shapes = family.canonical_shapes(component.model_shapes(), layout)
     skipped, unmatched = [], []
     for module in homeless:
         rule = _skip_rule(module, family)

@@ -48,7 +48,9 @@ def coverage(name: str, base: str, layout: Layout, folder: Path) -> Row:
     entry = listings.index()[name]
     n_tensors = len(listings.lora(name))
     listings.sparse(lora_path, listings.lora(name), entry.metadata)
-    base_path = listings.sparse(folder / f"{base}.{layout}.safetensors", listings.base(base, layout))
+    base_path = folder / f"{base}.{layout}.safetensors"
+    if not base_path.exists():
+        listings.sparse(base_path, listings.base(base, layout))
     try:
         (matching,) = plan(base_path, [f"transformer={lora_path}"]).matchings
     except Refused as refused:

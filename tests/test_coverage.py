@@ -47,11 +47,17 @@ def test_every_list_is_on_every_layout_of_its_bases(
     assert len({base for _, base, _ in ROWS}) == 15
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Keeps the bases, which are sparse."""
+    return tmp_path_factory.mktemp("coverage")
+
+
 @pytest.mark.parametrize(("name", "base", "layout"), ROWS)
 def test_every_tensor_is_accounted_for(
-    script: ModuleType, tmp_path: Path, name: str, base: str, layout: str
+    script: ModuleType, folder: Path, name: str, base: str, layout: str
 ) -> None:
-    row, specs = script.coverage(name, base, layout, tmp_path), listings.lora(name)
+    row, specs = script.coverage(name, base, layout, folder), listings.lora(name)
     n_alpha = sum(spec.name.endswith((".alpha", ".alpha_scale")) for spec in specs)
     n_skipped = SKIPPED.get((name, base), 0)
     assert (row.tensors, row.unexplained, row.faults) == (len(specs), 0, 0)

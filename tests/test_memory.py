@@ -156,9 +156,9 @@ def measured(folder: Path, base: Path, one: Path) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_memory_is_the_same_for_a_model_of_any_size(room: Path) -> None:
-    small, large = (merged_in_a_process_of_its_own(room, blocks) for blocks in (1, 4))
+    small, large = (merged_in_a_process_of_its_own(room, blocks) for blocks in (1, 3))
     assert small["bytes"] > 10**9
-    assert large["bytes"] > 3 * 10**9
+    assert large["bytes"] > 2.4 * 10**9
     assert small["peak"] <= LIMIT
     assert large["peak"] <= LIMIT
     assert abs(large["peak"] - small["peak"]) <= 0.05 * small["peak"]
@@ -168,9 +168,9 @@ def test_memory_is_the_same_for_a_model_of_any_size(room: Path) -> None:
 
 @pytest.mark.slow
 def test_memory_is_the_same_for_a_tensor_and_a_lora_of_any_size(room: Path) -> None:
-    """A matrix of 0.1 and of 1 GB; LoRAs of 0.1 and of 1.7 GB, each as large as what it is added to."""
+    """A matrix of 0.1 and of 1 GB; LoRAs of 0.1 and of 1 GB, each as large as what it is added to."""
     tensors = [measured(room, *pairs_of(room, 1, rows, 8192, rank=64)) for rows in (6400, 65_536)]
-    loras = [measured(room, *pairs_of(room, n_modules, 1024, 1024, rank=512)) for n_modules in (50, 800)]
+    loras = [measured(room, *pairs_of(room, n_modules, 1024, 1024, rank=512)) for n_modules in (50, 500)]
     for small, large in (tensors, loras):
         assert large["bytes"] > 9 * small["bytes"]
         assert large["peak"] <= LIMIT

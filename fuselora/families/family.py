@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from fuselora.families.few_step import FewStep, few_step_named
 from fuselora.families.kin import Branch, Kin, Measure, SkipRule
@@ -123,13 +123,9 @@ class Family:
     def share(self, names: Iterable[str]) -> float:
         """The part of these tensor or module names, in any layout, that the family has."""
         known, flat = self._known
-        found = [
-            unnumbered(split_leaf(name)[0]) in known
-            or unnumbered(name) in known
-            or unnumbered_flat(name) in flat
-            for name in names
-        ]
-        return sum(found) / len(found) if found else 0.0
+        forms = [_forms(name) for name in names]
+        found = sum(module in known or whole in known or joined in flat for module, whole, joined in forms)
+        return found / len(forms) if forms else 0.0
 
     @cached_property
     def _known(self) -> tuple[frozenset[str], frozenset[str]]:
@@ -275,9 +271,9 @@ class Family:
 
     # Models
 
-    def models_of(self, shapes: Shapes, n_experts: int = 1) -> tuple[str, ...]:
-        """The published models that tensors of these names (any layout) and shapes belong to."""
-        found = self.canonical_shapes(shapes)
+    def models_of(self, shapes: Shapes, n_experts: int = 1, layout: Layout | None = None) -> tuple[str, ...]:
+        """The published models that tensors of these names and shapes belong to; any layout if not told."""
+        found = self.canonical_shapes(shapes, layout)
         return tuple(model for kin in self.kin if self._is_kin(kin, found) for model in kin.named(n_experts))
 
     def block_numbers(self, names: Iterable[str]) -> frozenset[int]:
@@ -314,6 +310,12 @@ class Family:
         if len(self.block_numbers(canonical)) != kin.blocks:
             return False
         return all(_fits(canonical.get(name, ()), shape) for name, shape in kin.witnesses.items())
+
+
+@lru_cache(1 << 14)  # every family is asked about the same names
+def _forms(name: str) -> tuple[str, str, str]:
+    """A name without its numbers: of the module, as it is, and as a flattened one."""
+    return unnumbered(split_leaf(name)[0]), unnumbered(name), unnumbered_flat(name)
 
 
 def _by_name(find: Callable[[str], Spelled | None], name: str) -> tuple[Spelled, str] | None:
