@@ -209,7 +209,8 @@ def _moved_term(files: ExitStack, base: Stored, delta: Delta) -> Term:
     layer = torch.zeros(delta.shape, dtype=torch.float64)
     layer[theirs[there]] = weight[there]
     value, size = _computed(layer, delta)
-    return _picked(theirs, lambda rows: (value[rows].flatten(1), size[rows].flatten(1)))
+    value, size = value.reshape(len(value), -1), size.reshape(len(size), -1)
+    return _picked(theirs, lambda rows: (value[rows], size[rows]))
 
 
 def _picked(theirs: torch.Tensor, rows_of: Callable[[torch.Tensor], Pair]) -> Term:

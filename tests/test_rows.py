@@ -145,6 +145,20 @@ def test_every_kind_that_keeps_rows_apart(
         torch.testing.assert_close(found[base_layout][name].double(), tensor, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize(("lora_layout", "base_layout"), [("native", "diffusers"), ("diffusers", "raw")])
+def test_biases_and_norms(tmp_path: Path, lora_layout: Layout, base_layout: Layout) -> None:
+    base_path, lora_path = tmp_path / "base.safetensors", tmp_path / "lora.safetensors"
+    base = base_file(base_path, base_layout, torch.float32)
+    vectors = {n: t for n, t in spelled(lora_layout, canonical()).items() if n.endswith(".bias")}
+    deltas = {name: small.noise(*t.shape, seed=n) for n, (name, t) in enumerate(vectors.items())}
+    small.write(lora_path, {name.removesuffix(".bias") + ".diff_b": delta for name, delta in deltas.items()})
+    fuselora.merge(base_path, [lora_path], out=tmp_path / "out")
+    got = load_file(tmp_path / "out" / base_path.name)
+    for name, delta in moved({n: d.double() for n, d in deltas.items()}, lora_layout, base_layout).items():
+        torch.testing.assert_close(got[name].double(), base[name].double() + delta, rtol=1e-6, atol=1e-6)
+    assert verify(tmp_path / "out", base=base_path, loras=[lora_path]).ok
+
+
 def test_a_kind_that_mixes_rows_is_refused(tmp_path: Path) -> None:
     base_path, lora_path = tmp_path / "base.safetensors", tmp_path / "lora.safetensors"
     base_file(base_path, "diffusers", torch.float32)

@@ -15,6 +15,9 @@ ROWS: Rows = (
     *SHARED_ROWS,
     ("time_in.mlp.0", "time_embed.timestep_embedder.linear_1"),
     ("time_in.mlp.2", "time_embed.timestep_embedder.linear_2"),
+    # of the models distilled with mean flow
+    ("time_r_in.mlp.0", "time_embed.timestep_embedder_r.linear_1"),
+    ("time_r_in.mlp.2", "time_embed.timestep_embedder_r.linear_2"),
     *zip((f"double_blocks.{{n}}.img_attn_{part}" for part in "qkv"), QKV, strict=True),
     *zip((f"double_blocks.{{n}}.txt_attn_{part}" for part in "qkv"), ADDED_QKV, strict=True),
     ("byt5_in.layernorm", "context_embedder_2.norm"),

@@ -245,7 +245,7 @@ def test_on_the_class_s_own_folder(tmp_path: Path, name: str, layout: Layout) ->
     shapes = {key: tuple(tensor.shape) for key, tensor in weights.items()}
     assert family_of(shapes) is family
     theirs = {found.name: found.shape for found in family.spellings(shapes, layout)}
-    flat = layout == "native"
+    flat = layout in ("native", "sgm")
     lora, deltas = pairs(theirs, "lora_unet_" if flat else "diffusion_model.", flat=flat)
     out, path = tmp_path / "out", small.write(tmp_path / "x.safetensors", lora)
     fuselora.merge(base, [path], out=out)
