@@ -1,4 +1,5 @@
 """Public faults of fused layers: parts of one that are trained alone, and a shared factor that gets cut."""
+# ruff: noqa: N802 - cases keep their names
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def test_B25_a_fused_pair_on_a_split_base_shares_its_down_factor(tmp_path: Path)
     """Rank 3, which divides by 3: each part needs all of ``down``, not a third of it."""
     attention = "transformer_blocks.0.attn"
     names = [f"{attention}.{name}.weight" for name in ("to_q", "to_k", "to_v", "to_add_out")]
-    base = base_of(tmp_path / "base", {name: full(4, 4, value=0.0) for name in names})
+    of_flux = "time_text_embed.guidance_embedder.linear_1.weight"  # which tells FLUX.1 from its kin
+    base = base_of(tmp_path / "base", {name: full(4, 4, value=0.0) for name in (*names, of_flux)})
     up = torch.zeros(12, 3)
     for part in range(3):
         up[4 * part : 4 * part + 4, part] = torch.arange(4.0 * part, 4.0 * part + 4)
