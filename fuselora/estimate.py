@@ -25,12 +25,13 @@ from fuselora.engine.source import opened
 from fuselora.engine.threads import cores
 from fuselora.header import PAGE
 from fuselora.output.disk import writing
-from fuselora.planning import BLOCK_BYTES, Fuse
+from fuselora.steps import BLOCK_BYTES, Fuse
 from fuselora.tensors import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from fuselora.engine.means import Means
-    from fuselora.planning import Delta, FusePlan
+    from fuselora.planning import FusePlan
+    from fuselora.steps import Delta
 
 PROBE_BYTES = 256 << 20
 HASH_BYTES = 32 << 20

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fuselora.engine.blocks import Block, blocks, buffer_bytes
 from fuselora.engine.threads import FACTOR_ELEMENTS, blocks_under_way, cores, workers
-from fuselora.planning import Fuse
+from fuselora.steps import Fuse
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -6,153 +6,40 @@ Offsets, order of sums, chunk grid, bytes and memory are all fixed here, from he
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from fuselora.digest import sha256_json, tagged
+from fuselora.digest import tagged
+from fuselora.edited_configs import edited_configs
+from fuselora.fingerprint import fingerprint_of
 from fuselora.header import (
     DTYPE_BITS,
     DTYPE_CODES,
-    DTYPE_NAMES,
     PAGE,
     Header,
     TensorInfo,
     bytes_by_dtype,
     encode_header,
 )
-from fuselora.kinds import Kind, Part
-from fuselora.kinds.settings import UNSAID, Settings
-from fuselora.marker import COMPONENT_KEY, FINGERPRINT_KEY, SCHEMA
+from fuselora.marker import COMPONENT_KEY, FINGERPRINT_KEY
 from fuselora.match import FUSABLE, Hit, Matching
 from fuselora.naming import Naming, as_base, as_diffusers
 from fuselora.reading import reading
 from fuselora.serving_notes import NOTHING, ServingNotes
+from fuselora.steps import Copy, Delta, Factor, Fuse, Step, chunk_grid, matrix_of
 
 if TYPE_CHECKING:
     from fuselora.checkpoint import Checkpoint, Component
     from fuselora.content import LoraContent
     from fuselora.errors import Notice
     from fuselora.families import Family, Layout
-    from fuselora.families.runs import Runs
     from fuselora.skeleton import Skeleton
     from fuselora.specs import Request
 
-CHUNK_ELEMENTS = 1 << 20  # a chunk and its float32 copy stay in a core's cache
-UNIT_ROWS = 64  # fewer rows were seen to change the bits of a matrix product
-BLOCK_BYTES = 8 << 20  # base bytes that are read, computed and written as one
 PENDING = tagged("0" * 64)  # stands for the fingerprint while the LoRA data is unread: same length
-
-
-@dataclass(frozen=True, slots=True)
-class Factor:
-    """A LoRA tensor on disk: ``offset`` from the start of the file, in bytes."""
-
-    path: Path
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    n_bytes: int
-
-    @property
-    def matrix(self) -> tuple[int, int]:
-        """Its first dimension, and all others flattened."""
-        return matrix_of(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What one hit does to a tensor: the kind's arithmetic on ``factors``.
-
-    ``ratio`` is alpha / rank, ``strength`` the user's; a difference is added times both. ``rows`` lead from
-    the base's to the delta's where they are not the same, and the delta then is of ``n_rows``. It is of the
-    first ``n_columns`` where the tensor grew.
-    """
-
-    kind: Kind
-    factors: Mapping[Part, Factor]
-    ratio: float
-    strength: float
-    settings: Settings = UNSAID
-    rows: Runs = ()
-    n_rows: int = 0
-    n_columns: int = 0
-
-    @property
-    def scale(self) -> float:
-        return self.strength * self.ratio
-
-    @property
-    def held_elements(self) -> int:
-        """In memory while the tensor is computed."""
-        return self.kind.held({part: factor.shape for part, factor in self.factors.items()})
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Bytes taken over as they are, from ``source`` in the base file to ``target`` in the output."""
-
-    source: int
-    target: int
-    n_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fuse:
-    """One tensor computed anew: ``rows`` x ``columns`` elements, in the chunks of rows given.
-
-    Without deltas it is only cast. ``base_dtype`` and ``dtype`` are safetensors codes. Where the base has
-    fewer columns, the others are zero before the deltas are added.
-    """
-
-    base_path: Path
-    base_key: str
-    base_dtype: str
-    dtype: str
-    rows: int
-    columns: int
-    source: int
-    target: int
-    chunks: tuple[tuple[int, int], ...]
-    deltas: tuple[Delta, ...]
-    base_columns: int
-
-    @property
-    def n_elements(self) -> int:
-        return self.rows * self.columns
-
-    @property
-    def chunk_elements(self) -> int:
-        """Of the largest chunk."""
-        return max((last - first for first, last in self.chunks), default=0) * self.columns
-
-    @property
-    def n_bytes(self) -> int:
-        return self.n_elements * DTYPE_BITS[self.dtype] // 8
-
-    @property
-    def base_bytes(self) -> int:
-        return self.rows * self.base_columns * DTYPE_BITS[self.base_dtype] // 8
-
-    @property
-    def factor_elements(self) -> int:
-        """Of all deltas, in memory while the tensor is computed."""
-        copies = sum(delta.kind.copies for delta in self.deltas)
-        return sum(delta.held_elements for delta in self.deltas) + copies * self.n_elements
-
-    @property
-    def base(self) -> Factor:
-        """The base tensor as a matrix, for what needs more of it than the rows at hand."""
-        shape = (self.rows, self.base_columns)
-        return Factor(self.base_path, self.base_key, self.base_dtype, shape, self.source, self.base_bytes)
-
-
-Step = Copy | Fuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +158,7 @@ def build_plan(
     fingerprint = None
     if contents is not None:
         changed = namings if skeleton else None
-        fingerprint = _fingerprint(checkpoint, matchings, contents, request, changed)
+        fingerprint = fingerprint_of(checkpoint, matchings, contents, request, changed)
     layouts = [
         _ComponentLayout(
             component,
@@ -291,23 +178,12 @@ def build_plan(
         matchings=tuple(matchings),
         contents=tuple(contents) if contents is not None else None,
         components=components,
-        edited=_edited_configs(checkpoint, skeleton, components, request),
+        edited=edited_configs(checkpoint, skeleton, components, request),
         fingerprint=fingerprint,
         notices=tuple(notices),
         serving=serving,
         skeleton=skeleton,
     )
-
-
-def chunk_grid(rows: int, columns: int) -> tuple[tuple[int, int], ...]:
-    """Row ranges that cover ``rows``: a function of the shape alone, each of 64 rows or more.
-
-    Ranges are whole multiples of 64 rows but the last, which takes the remainder as well.
-    """
-    per_chunk = max(1, CHUNK_ELEMENTS // max(1, columns) // UNIT_ROWS) * UNIT_ROWS
-    n_chunks = max(1, rows // per_chunk)
-    starts = [i * per_chunk for i in range(n_chunks)]
-    return tuple(zip(starts, [*starts[1:], rows], strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -489,11 +365,6 @@ def _adjoins(run: Copy, step: Copy) -> bool:
     return run.source + run.n_bytes == step.source and run.target + run.n_bytes == step.target
 
 
-def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
-    """(out, in) of a matrix, everything after the first dimension flattened; a vector is one column."""
-    return (shape[0] if shape else 1), math.prod(shape[1:])
-
-
 def _placed(tensors: Sequence[tuple[TensorInfo, str]]) -> Iterator[TensorInfo]:
     """Tensors with their output dtypes and offsets: in base order where every one stays aligned,
     else the widest dtypes first, as the safetensors library writes them."""
@@ -516,97 +387,3 @@ def _laid_out(tensors: Sequence[tuple[TensorInfo, str]]) -> Iterator[TensorInfo]
 def _namings(checkpoint: Checkpoint, skeleton: Skeleton | None) -> dict[str, Naming]:
     family = checkpoint.family if skeleton else None
     return {c.name: as_diffusers(c, family) if family else as_base(c) for c in checkpoint.components}
-
-
-def _edited_configs(
-    checkpoint: Checkpoint,
-    skeleton: Skeleton | None,
-    components: Sequence[ComponentPlan],
-    request: Request,
-) -> dict[PurePosixPath, bytes]:
-    """config.json of components whose dtype or width changes, where it names them; otherwise untouched.
-
-    A skeleton's names the dtype of other weights, so it follows that of the weights written.
-    """
-    edited: dict[PurePosixPath, bytes] = {}
-    for component, planned in zip(checkpoint.components, components, strict=True):
-        if component.is_text_encoder:
-            continue
-        config = skeleton.configs[component.name] if skeleton else component.config
-        path = (PurePosixPath(component.name) if skeleton else component.folder) / "config.json"
-        dtype = DTYPE_NAMES.get(planned.dtype) if skeleton else request.dtype
-        wanted: dict[str, object] = {**_dtypes(dtype, config)}
-        for grown in planned.grown:
-            wanted |= grown.config
-        changes = {name: value for name, value in wanted.items() if config.get(name) != value}
-        if changes:
-            source = (skeleton or checkpoint).root / path
-            with reading(source):
-                content = source.read_bytes()
-            edited[path] = _with_values(content, config, changes)
-    return edited
-
-
-def _dtypes(dtype: str | None, config: Mapping[str, object]) -> dict[str, object]:
-    named = sorted({"torch_dtype", "dtype"} & config.keys())
-    return dict.fromkeys(named, dtype) if dtype and dtype != "keep" else {}
-
-
-def _with_values(content: bytes, config: Mapping[str, object], changes: Mapping[str, object]) -> bytes:
-    """A config with some top-level values changed; spelled as before where that is safe."""
-    edited, count = content, 0
-    for name, value in changes.items():
-        pattern = rb'("' + re.escape(name).encode() + rb'"\s*:\s*)("[^"]*"|-?[0-9]+|null)'
-        edited, n = re.subn(pattern, rb"\g<1>" + json.dumps(value).encode(), edited)
-        count += n
-    wanted = {**config, **changes}
-    if count == len(changes) and json.loads(edited) == wanted:
-        return edited
-    # A nested entry has the same name, or the text is UTF-16.
-    return (json.dumps(wanted, indent=2) + "\n").encode("utf-8")
-
-
-def _fingerprint(
-    checkpoint: Checkpoint,
-    matchings: Sequence[Matching],
-    contents: Sequence[LoraContent],
-    request: Request,
-    changed: Mapping[str, Naming] | None,
-) -> str:
-    """The plan's identity: base headers and sizes, LoRA contents, components and scales, dtype, schema.
-
-    ``changed`` are the output's names by component, where they are not the base's.
-    """
-    base = [
-        [str(component.weight_path(shard)), shard.sha256, shard.n_bytes]
-        for component in checkpoint.components
-        for shard in component.shards
-    ]
-    document = {
-        "schema": SCHEMA,
-        "dtype": request.dtype,
-        "uniform": request.uniform,
-        "reference": request.kernel == "reference",
-        "base": base,
-        "stacked_on": checkpoint.marker.fingerprint if checkpoint.marker else None,
-        "loras": [_fingerprint_row(matching, contents) for matching in matchings],
-    }
-    if changed is not None:
-        document["names"] = {name: _names_row(naming) for name, naming in changed.items()}
-    return tagged(sha256_json(document))
-
-
-def _names_row(naming: Naming) -> list[object]:
-    return [sorted(naming.tensors.items()), [str(path) for path in naming.shards]]
-
-
-def _fingerprint_row(matching: Matching, contents: Sequence[LoraContent]) -> list[object]:
-    assignment = matching.assignment
-    scales = [
-        [
-            hit.base_key, hit.kind.name, hit.scale(assignment.strength),
-            *hit.module.settings.of(hit.kind.name), *([list(map(list, hit.rows))] if hit.rows else ()),
-        ]
-        for hit in matching.hits
-    ]  # fmt: skip
-    return [contents[assignment.order].content_sha256, assignment.component.name, sorted(scales, key=repr)]

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from fuselora.kinds.difference import DIFF
 from fuselora.kinds.low_rank import PAIR
-from fuselora.planning import Delta
+from fuselora.steps import Delta
 
 if TYPE_CHECKING:
-    from fuselora.planning import Factor
+    from fuselora.steps import Factor
 
 
 def low_rank(up: Factor, down: Factor, scale: float) -> Delta:

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 import fuselora
 from fuselora.engine.kernel import FLOAT32, REFERENCE, Kernel, Loaded, choose
 from fuselora.errors import NumericError
-from fuselora.planning import Fuse, OutputFile
+from fuselora.planning import OutputFile
+from fuselora.steps import Fuse
 from tests.delta.reference import Values, exact, rounded, ulp
 from tests.small import lora, noise, pair, planned, write
 

@@ -24,8 +24,8 @@ from fuselora.errors import ChangedError, OutputError, Refused, UsageError
 from fuselora.header import read_header
 from fuselora.marker import FILE_NAME, JOURNAL_NAME, check, read_marker
 from fuselora.pipeline import FuseReport, merge, plan
-from fuselora.planning import Copy
 from fuselora.specs import Request
+from fuselora.steps import Copy
 from fuselora.synth import (
     SIZES,
     Spec,

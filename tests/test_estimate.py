@@ -18,7 +18,7 @@ from fuselora.engine.kernel import Kernels, Lost, choose
 from fuselora.engine.means import Means
 from fuselora.errors import OutputError
 from fuselora.estimate import START_SECONDS, Estimate, Rates, estimate
-from fuselora.planning import Factor, Fuse
+from fuselora.steps import Factor, Fuse
 from tests.deltas import full
 from tests.small import lora, noise, pair, planned, tree, write
 

@@ -14,7 +14,7 @@ import pytest
 from fuselora.engine.threads import FACTOR_ELEMENTS, blocks_under_way, cores, workers
 from fuselora.header import PAGE, read_header
 from fuselora.memory import RESIDENT_BYTES, SCRATCH_BYTES, peak_memory
-from fuselora.planning import BLOCK_BYTES, CHUNK_ELEMENTS
+from fuselora.steps import BLOCK_BYTES, CHUNK_ELEMENTS
 from fuselora.synth import SIZES, Spec, value_blocks, write_file, write_lora, write_safetensors
 from tests.small import planned
 

@@ -23,8 +23,8 @@ from fuselora.errors import CheckpointError, OutputError, ReadError, Refused, Us
 from fuselora.families.wan import WAN
 from fuselora.marker import read_marker
 from fuselora.pipeline import FuseReport, merge, plan, request
-from fuselora.planning import Fuse
 from fuselora.specs import AlphaSpec, LoraSpec, Request
+from fuselora.steps import Fuse
 from fuselora.synth import (
     tiny,
     write_file,

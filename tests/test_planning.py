@@ -21,16 +21,8 @@ from fuselora.errors import ReadError
 from fuselora.families.wan import WAN
 from fuselora.header import DTYPE_BITS, PAGE, TensorInfo, read_header
 from fuselora.marker import COMPONENT_KEY, FINGERPRINT_KEY
-from fuselora.planning import (
-    CHUNK_ELEMENTS,
-    PENDING,
-    UNIT_ROWS,
-    Copy,
-    Fuse,
-    OutputFile,
-    Step,
-    chunk_grid,
-)
+from fuselora.planning import PENDING, OutputFile
+from fuselora.steps import CHUNK_ELEMENTS, UNIT_ROWS, Copy, Fuse, Step, chunk_grid
 from tests.small import FORMAT, lora, noise, pair, planned, tree, write
 
 if TYPE_CHECKING:

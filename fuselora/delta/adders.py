@@ -14,7 +14,7 @@ from fuselora.kinds.kind import MAGNITUDES
 if TYPE_CHECKING:
     from fuselora.delta.sums import Sums
     from fuselora.families.runs import Runs
-    from fuselora.planning import Delta
+    from fuselora.steps import Delta
 
 # (base rows as stored, first, last) -> the delta's rows, or the changed ones where the kind moves
 Term = Callable[[torch.Tensor, int, int], torch.Tensor]

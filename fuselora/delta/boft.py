@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fuselora import planning
+from fuselora import steps
 from fuselora.delta.cayley import cayley, wide
 from fuselora.delta.oft import constrained, turned_inputs
 
 if TYPE_CHECKING:
     from fuselora.delta.adders import Factors, Term
     from fuselora.delta.sums import Sums
-    from fuselora.planning import Delta
+    from fuselora.steps import Delta
 
 
 def over_outputs(delta: Delta, factors: Factors, sums: Sums) -> Term:
@@ -22,9 +22,9 @@ def over_outputs(delta: Delta, factors: Factors, sums: Sums) -> Term:
     turns = cayley(constrained(stages, delta.settings.alpha, factors.shape[0]), sums).mT.to(stages)
     n_rows, n_columns = factors.shape
     whole = torch.empty((n_rows, n_columns), dtype=turns.dtype, device=turns.device)
-    for first, last in planning.chunk_grid(n_rows, n_columns):
+    for first, last in steps.chunk_grid(n_rows, n_columns):
         whole[first:last] = factors.base(first, last)
-    for strip in torch.split(whole, max(1, planning.CHUNK_ELEMENTS // n_rows), 1):
+    for strip in torch.split(whole, max(1, steps.CHUNK_ELEMENTS // n_rows), 1):
         strip.copy_(_butterfly(turns, strip, sums))
     if "rescale" in delta.factors:
         whole.mul_(factors.matrix("rescale"))

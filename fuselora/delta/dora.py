@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fuselora.kinds.dora import EPSILON, axis_of, magnitude_of
-from fuselora.planning import chunk_grid
+from fuselora.steps import chunk_grid
 
 if TYPE_CHECKING:
     import torch
 
     from fuselora.delta.adders import Factors, Term
     from fuselora.delta.sums import Sums
-    from fuselora.planning import Delta
+    from fuselora.steps import Delta
 
 
 def decomposed(delta: Delta, difference: Term, factors: Factors, sums: Sums) -> Term:

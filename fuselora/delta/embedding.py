@@ -9,7 +9,7 @@ from fuselora.delta.low_rank import stacked
 if TYPE_CHECKING:
     from fuselora.delta.adders import Factors, Term
     from fuselora.delta.sums import Sums
-    from fuselora.planning import Delta
+    from fuselora.steps import Delta
 
 
 def term(delta: Delta, factors: Factors, sums: Sums) -> Term:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from fuselora.delta.adders import Factors
     from fuselora.delta.sums import Sums
-    from fuselora.planning import Delta
+    from fuselora.steps import Delta
 
 
 def pair_of(

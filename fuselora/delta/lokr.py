@@ -12,7 +12,7 @@ from fuselora.delta.factored import pair_of
 if TYPE_CHECKING:
     from fuselora.delta.adders import Factors, Term
     from fuselora.delta.sums import Sums
-    from fuselora.planning import Delta
+    from fuselora.steps import Delta
 
 # indices of rows -> these rows
 Gather = Callable[[torch.Tensor], torch.Tensor]

@@ -15,7 +15,7 @@ from fuselora.kinds.low_rank import BLOCKS
 if TYPE_CHECKING:
     from fuselora.delta.adders import Adder, Factors, Term
     from fuselora.delta.sums import Sums
-    from fuselora.planning import Delta
+    from fuselora.steps import Delta
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fuselora.delta.adders import Factors, Term
     from fuselora.delta.sums import Sums
     from fuselora.kinds.settings import Rotation
-    from fuselora.planning import Delta
+    from fuselora.steps import Delta
 
 
 def over_outputs(delta: Delta, factors: Factors, sums: Sums) -> Term:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fuselora.header import DTYPE_BITS, PAGE
-from fuselora.planning import BLOCK_BYTES, Fuse
+from fuselora.steps import BLOCK_BYTES, Fuse
 
 if TYPE_CHECKING:
-    from fuselora.planning import Copy, OutputFile
+    from fuselora.planning import OutputFile
+    from fuselora.steps import Copy
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from fuselora.engine.kernel import Lost, Sum, adders, count_lost
 from fuselora.engine.settings import exact_settings
 from fuselora.engine.threads import FACTOR_ELEMENTS
 from fuselora.errors import InputError, NumericError
-from fuselora.planning import UNIT_ROWS, Fuse
+from fuselora.steps import UNIT_ROWS, Fuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -15,7 +15,7 @@ from fuselora.reading import changed, reading
 from fuselora.tensors import view
 
 if TYPE_CHECKING:
-    from fuselora.planning import Delta, Factor
+    from fuselora.steps import Delta, Factor
 
 READ_ELEMENTS = 1 << 20
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from fuselora.engine.threads import FACTOR_ELEMENTS
 if TYPE_CHECKING:
     from fuselora.engine.kernel import Loaded
     from fuselora.engine.lanes import Flow
-    from fuselora.planning import Fuse
+    from fuselora.steps import Fuse
 
 
 class Held:

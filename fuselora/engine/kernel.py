@@ -19,15 +19,15 @@ from fuselora.engine.factors import CPU, Read, read_joined
 from fuselora.engine.settings import exact_settings
 from fuselora.errors import NumericError
 from fuselora.families.runs import Run, meeting
-from fuselora.planning import UNIT_ROWS, Fuse
+from fuselora.steps import UNIT_ROWS, Fuse
 from fuselora.tensors import all_finite, view
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fuselora.families.runs import Runs
-    from fuselora.planning import Delta
     from fuselora.specs import Kernel as KernelName
+    from fuselora.steps import Delta
 
 
 SAMPLE_COLUMNS = 1024

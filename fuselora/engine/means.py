@@ -23,8 +23,8 @@ from fuselora.errors import Notice, UsageError
 if TYPE_CHECKING:
     import torch
 
-    from fuselora.planning import Fuse
     from fuselora.specs import Request
+    from fuselora.steps import Fuse
 
 
 @dataclass(frozen=True, slots=True)

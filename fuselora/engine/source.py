@@ -11,8 +11,8 @@ from pathlib import Path
 
 from fuselora.engine.buffers import transfer_memory
 from fuselora.header import PAGE
-from fuselora.planning import BLOCK_BYTES
 from fuselora.reading import changed, reading
+from fuselora.steps import BLOCK_BYTES
 
 DIRECT: int | None = getattr(os, "O_DIRECT", None)
 NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)

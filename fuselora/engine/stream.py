@@ -34,7 +34,8 @@ from fuselora.reading import changed, reading, state
 from fuselora.tensors import bytes_finite
 
 if TYPE_CHECKING:
-    from fuselora.planning import Fuse, OutputFile
+    from fuselora.planning import OutputFile
+    from fuselora.steps import Fuse
 
 Advance = Callable[[int], None]
 

@@ -13,7 +13,7 @@ from fuselora.delta.adders import TERMS
 from fuselora.delta.sums import Sums
 from fuselora.kinds import Kind
 from fuselora.kinds.settings import Settings
-from fuselora.planning import Delta, Factor
+from fuselora.steps import Delta, Factor
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from fuselora.engine.blocks import Block, Part, blocks, buffer_bytes
 from fuselora.header import DTYPE_BITS, PAGE, Header
-from fuselora.planning import BLOCK_BYTES, Copy, Fuse, OutputFile, Step, chunk_grid
+from fuselora.planning import OutputFile
+from fuselora.steps import BLOCK_BYTES, Copy, Fuse, Step, chunk_grid
 
 BASE = Header(Path("base"), 0, 0, (), {}, "")
 Tensor = tuple[int, int, str, str, bool]  # rows, columns, dtype in the base, in the output, copied
@@ -64,7 +65,7 @@ tensors = st.tuples(st.integers(1, 300), st.integers(1, 50), dtypes, dtypes, st.
 @settings(deadline=None, max_examples=60)
 @given(st.lists(tensors, max_size=5), st.integers(0, 9000), st.integers(0, 9000), st.integers(500, 70_000))
 def test_every_byte_once_and_in_order(found: list[Tensor], source: int, target: int, limit: int) -> None:
-    with patch("fuselora.planning.CHUNK_ELEMENTS", 64 * 40):
+    with patch("fuselora.steps.CHUNK_ELEMENTS", 64 * 40):
         steps = laid_out(found, source, target)
     whole = cut(steps, limit)
     parts = [part for block in whole for part in block.parts]

@@ -24,8 +24,8 @@ from fuselora.engine.kernel import FLOAT32, Lost, choose
 from fuselora.engine.means import Means, choose_means
 from fuselora.engine.threads import FACTOR_ELEMENTS
 from fuselora.errors import InputError, NumericError, UsageError
-from fuselora.planning import Delta, Factor
 from fuselora.specs import Request
+from fuselora.steps import Delta, Factor
 from tests.deltas import full, low_rank
 from tests.engine.test_kernel import step, stored
 from tests.small import noise

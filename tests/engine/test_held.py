@@ -15,7 +15,7 @@ import torch
 from fuselora.engine.held import Held
 from fuselora.engine.kernel import Loaded, Lost
 from fuselora.engine.lanes import Flow, Stopped
-from fuselora.planning import Factor, Fuse
+from fuselora.steps import Factor, Fuse
 from tests.deltas import low_rank
 
 if TYPE_CHECKING:

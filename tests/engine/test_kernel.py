@@ -28,7 +28,7 @@ from fuselora.engine.kernel import (
     computes_bf16,
 )
 from fuselora.errors import ChangedError, NumericError, ReadError
-from fuselora.planning import Delta, Factor, Fuse, chunk_grid
+from fuselora.steps import Delta, Factor, Fuse, chunk_grid
 from fuselora.tensors import TORCH_DTYPES
 from tests.delta.reference import Values, exact, rounded, ulp
 from tests.deltas import full, low_rank
@@ -425,7 +425,7 @@ def test_pairs_of_one_scale_are_one_pair_of_all_their_ranks(tmp_path: Path) -> N
 
 @pytest.fixture
 def _many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fuselora.planning.CHUNK_ELEMENTS", 64 * 90)
+    monkeypatch.setattr("fuselora.steps.CHUNK_ELEMENTS", 64 * 90)
 
 
 def steps_of(folder: Path, base: torch.dtype, out: torch.dtype) -> tuple[torch.Tensor, Fuse]:
@@ -559,7 +559,7 @@ def test_pairs_are_counted_alike_by_every_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: Kernel, in_place: bool
 ) -> None:
     """In the first rows of the first of three chunks, also where the result takes the base's place."""
-    monkeypatch.setattr("fuselora.planning.CHUNK_ELEMENTS", 64 * 4)
+    monkeypatch.setattr("fuselora.steps.CHUNK_ELEMENTS", 64 * 4)
     weight = torch.ones(200, 4).bfloat16()
     down = torch.tensor([[2.0**-7, 2.0**-10, -(2.0**-8), 0.0]]).bfloat16()
     up = torch.ones(200, 1).bfloat16()

@@ -37,7 +37,7 @@ def _quick_and_dated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def prepare(patched: pytest.MonkeyPatch) -> None:
     """Several chunks for most tensors, a fixed date, and a disk that need not turn."""
-    patched.setattr("fuselora.planning.CHUNK_ELEMENTS", 64 * 144)
+    patched.setattr("fuselora.steps.CHUNK_ELEMENTS", 64 * 144)
     patched.setattr("os.fsync", lambda descriptor: None)
     patched.setenv("SOURCE_DATE_EPOCH", "1700000000")
 

@@ -25,7 +25,8 @@ from fuselora.engine.means import Means
 from fuselora.engine.sink import NO_FALLOCATE, Sink
 from fuselora.engine.stream import WrittenFile, write_file
 from fuselora.errors import ChangedError, NumericError, OutputError, ReadError
-from fuselora.planning import Fuse, OutputFile
+from fuselora.planning import OutputFile
+from fuselora.steps import Fuse
 from tests.engine.watch import CountingPool, Disk, Gauge, Limited, watched
 from tests.small import lora, noise, pair, planned, tree, write
 
@@ -39,7 +40,7 @@ _watched = pytest.fixture(autouse=True)(watched)
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many blocks for a small file, none of it in the page cache, and a disk that need not turn."""
-    monkeypatch.setattr("fuselora.planning.CHUNK_ELEMENTS", 64 * 32)
+    monkeypatch.setattr("fuselora.steps.CHUNK_ELEMENTS", 64 * 32)
     monkeypatch.setattr("fuselora.engine.blocks.BLOCK_BYTES", 1000)
     monkeypatch.setattr("fuselora.engine.source.NOWAIT", None)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fuselora
-from fuselora import planning
+from fuselora import steps
 from tests.cases.builders import WEIGHTS, base_of, refuse, save
 
 NAME = "blocks.0.attn1.to_q"
@@ -182,8 +182,8 @@ def test_bits_do_not_depend_on_jobs_and_hardly_on_chunks(
 ) -> None:
     found = made(case)
     whole = merged(tmp_path / "whole", found, dtype=torch.bfloat16, kernel="reference")
-    monkeypatch.setattr(planning, "CHUNK_ELEMENTS", 1)
-    assert len(planning.chunk_grid(192, 24)) > 1
+    monkeypatch.setattr(steps, "CHUNK_ELEMENTS", 1)
+    assert len(steps.chunk_grid(192, 24)) > 1
     for kernel in ("auto", "reference"):
         one, two = (
             merged(tmp_path / f"{kernel}{jobs}", found, dtype=torch.bfloat16, kernel=kernel, jobs=jobs)
