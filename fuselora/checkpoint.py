@@ -26,7 +26,16 @@ from fuselora.specs import PIPELINE_COMPONENTS
 from fuselora.text_encoders import MEANINGS, TEXT_ENCODERS, Config, encoders_meant
 
 Container = Literal["pipeline", "experts", "component", "file"]
-KEY_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.", "model.", "net.", "")
+# "model.model." is before names in files that ComfyUI saved
+KEY_PREFIXES = (
+    "model.diffusion_model.",
+    "model.model.",
+    "diffusion_model.",
+    "transformer.",
+    "model.",
+    "net.",
+    "",
+)
 NATIVE_EXPERTS = {"transformer": "high_noise_model", "transformer_2": "low_noise_model"}
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from fuselora.report import Reporter
 
-SHORT_TABLE = "\b\nShort names for --base:\n" + "\n".join(f"  {k:12} {v}" for k, v in SHORT_NAMES.items())
+SHORT_TABLE = "\b\nShort names for --base:\n" + "\n".join(f"  {k:20} {v}" for k, v in SHORT_NAMES.items())
 # click's, whichever copy of click typer brings along
 USAGE_ERROR = cast("type[ClickUsageError]", typer.BadParameter.__mro__[1])
 
@@ -291,9 +291,9 @@ def inspect(
 ) -> None:
     """What a LoRA file, a checkpoint or a fused folder is."""
     with _reporting(json=json) as reporter:
-        from fuselora.describe import describe
+        from fuselora.describe import describe_each
 
-        reporter.described([describe(path) for path in paths])
+        _exit_unless(reporter.described(describe_each(paths)))
 
 
 @app.command()

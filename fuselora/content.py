@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fuselora.header import Header, TensorInfo
     from fuselora.lora.adapter import Adapter
     from fuselora.match import Hit, Matching
+    from fuselora.targets import Assignment
 
 State = tuple[int, int, int]
 
@@ -160,11 +161,25 @@ def _repeated(matchings: Sequence[Matching], contents: Sequence[LoraContent]) ->
         if spec.listed > 1 and spec.component is None:
             places.append(assignment.order - spec.position)  # the same for all files of one list
         firsts = [seen.setdefault((place, content), matching) for place in places]
-        if other := next((first for first in firsts if first is not matching), None):
-            name, path = other.assignment.adapter.name, assignment.adapter.name
-            text = f"{path} and {name} hold the same LoRA, given twice"
-            hint = "For one LoRA on both experts say --lora all=FILE." if len(places) > 1 else None
-            yield Fault("same_lora", text, path=path, hint=hint)
+        if firsts[0] is not matching:
+            yield _twice(firsts[0].assignment, assignment)
+        elif firsts[-1] is not matching:
+            text = f"holds the same LoRA as {_given(firsts[-1].assignment)}, given twice in one list"
+            hint = "For one LoRA on both experts say --lora all=FILE."
+            yield Fault("same_lora", text, path=assignment.adapter.name, hint=hint)
+
+
+def _twice(first: Assignment, second: Assignment) -> Fault:
+    where, total = second.component.name, first.strength + second.strength
+    text = f"is the same LoRA for {where}, given twice: {_given(first)} and {_given(second)}"
+    hint = f"For {where} give it once, with the sum of the strengths, {total:g}."
+    return Fault("same_lora", text, path=second.adapter.name, hint=hint)
+
+
+def _given(assignment: Assignment) -> str:
+    """The file as it was typed, with its component if one was named and its strength."""
+    spec = assignment.adapter.location.spec
+    return f"{f'{spec.component}=' if spec.component else ''}{spec.source}:{spec.strength:g}"
 
 
 def _held_by_base(
@@ -173,11 +188,12 @@ def _held_by_base(
     """``--stack`` adds other LoRAs, never one that is fused already."""
     if checkpoint.marker is None:
         return
-    held = {(lora.component, lora.content_sha256): lora.name for lora in checkpoint.marker.loras}
+    held = {(lora.component, lora.content_sha256): lora for lora in checkpoint.marker.loras if lora.adds}
     for matching in matchings:
         component = matching.assignment.component.name
-        name = held.get((component, contents[matching.assignment.order].content_sha256))
-        if name is not None:
-            path = matching.assignment.adapter.name
-            text = f"{path} is already fused into {component} of this base (as {name})"
-            yield Fault("already_fused", text, path=path)
+        lora = held.get((component, contents[matching.assignment.order].content_sha256))
+        if lora is not None:
+            held_as = f"{lora.name} at strength {lora.strength:g}"
+            text = f"is already fused into {component} of this base, as {held_as}"
+            hint = "Leave it out. For another strength of it, start from the base that is not fused."
+            yield Fault("already_fused", text, path=matching.assignment.adapter.name, hint=hint)

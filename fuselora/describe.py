@@ -16,8 +16,9 @@ from fuselora.description import (
     FusedDescription,
     LoraDescription,
     Scale,
+    Undescribed,
 )
-from fuselora.errors import CheckpointError, Fault, InputError
+from fuselora.errors import CheckpointError, Fault, FuseloraError, InputError
 from fuselora.header import bytes_by_dtype, dtype_name, read_header
 from fuselora.kinds import KINDS
 from fuselora.kinds.kind import ALPHAS, has_kernel
@@ -52,6 +53,7 @@ __all__ = [
     "FusedDescription",
     "LoraDescription",
     "describe",
+    "describe_each",
     "is_lora",
 ]
 
@@ -75,6 +77,18 @@ def describe(path: Path) -> Description:
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}", path=str(path)) from error
     raise InputError(f"{path}: {text}", path=str(path))
+
+
+def describe_each(paths: Iterable[Path]) -> tuple[Description | Undescribed, ...]:
+    """What every path is, in their order; one that ``describe`` refuses hides none of the others."""
+    return tuple(map(_described, paths))
+
+
+def _described(path: Path) -> Description | Undescribed:
+    try:
+        return describe(path)
+    except FuseloraError as error:
+        return Undescribed(path, error)
 
 
 def is_lora(header: Header) -> bool:

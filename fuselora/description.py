@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fuselora.marker import FILE_NAME
+from fuselora.plural import many, tally
 from fuselora.serving_notes import NOTHING, ServingNotes, sentence
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from fuselora.check.report import CheckReport
     from fuselora.checkpoint import Container
-    from fuselora.errors import Fault
+    from fuselora.errors import Fault, FuseloraError
     from fuselora.families import Layout
     from fuselora.lora.scale import AlphaSource
     from fuselora.marker import ComponentRecord, LoraRecord, Marker
@@ -60,7 +61,7 @@ class Scale:
     def text(self) -> str:
         return (
             f"{self.alpha:g} ({SOURCES[self.source]}), rank {self.rank}: "
-            f"scale {self.scale:g}, {_many(self.modules, 'module')}"
+            f"scale {self.scale:g}, {many(self.modules, 'module')}"
         )
 
 
@@ -206,7 +207,7 @@ class LoraDescription:
         yield "prefix", _counts(prefixes) + (" (flattened names)" if self.flattened else "")
         if self.adapter_names:
             yield "adapter name", ", ".join(self.adapter_names)
-        yield "modules", _counts(self.kinds) or "none"
+        yield "modules", tally(self.kinds) or "none"
         yield from _place_rows(self.places)
 
     def _scale_rows(self) -> Iterator[Row]:
@@ -436,7 +437,7 @@ class FusedDescription:
             counts = f"{part.fused} of {part.n_tensors} tensors fused"
             yield (
                 "component",
-                f"{part.name}{role}: {part.dtype}, {counts}, {_many(len(part.files), 'file')}, {size}",
+                f"{part.name}{role}: {part.dtype}, {counts}, {many(len(part.files), 'file')}, {size}",
             )
 
     def _serving_rows(self) -> Iterator[Row]:
@@ -445,6 +446,17 @@ class FusedDescription:
 
 
 Description = LoraDescription | CheckpointDescription | FusedDescription
+
+
+@dataclass(frozen=True, slots=True)
+class Undescribed:
+    """A path that is none of these, or cannot be read, and why."""
+
+    path: Path
+    error: FuseloraError
+
+    def document(self) -> dict[str, object]:
+        return {"kind": "error", "path": str(self.path), **self.error.document()}
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -475,7 +487,7 @@ _CONTAINERS: Mapping[Container, str] = {
 def _fault_rows(faults: Sequence[Fault], unfused: Mapping[str, int]) -> Iterator[Row]:
     """Kinds that cannot be fused by name; of every other sort of fault the first, and how many there are."""
     for kind, count in unfused.items():
-        yield "not supported", f"{kind} ({_many(count, 'tensor')})"
+        yield "not supported", f"{kind} ({many(count, 'tensor')})"
     groups: dict[str, list[Fault]] = {}
     for fault in faults:
         groups.setdefault(fault.kind, []).append(fault)
@@ -544,7 +556,7 @@ def _some(values: Sequence[object]) -> str:
 
 
 def _ranks(ranks: Mapping[int, int]) -> str:
-    listed = [f"{rank} ({_many(count, 'module')})" for rank, count in sorted(ranks.items())]
+    listed = [f"{rank} ({many(count, 'module')})" for rank, count in sorted(ranks.items())]
     if len(listed) <= SHOWN:
         return ", ".join(listed)
     return f"{min(ranks)} to {max(ranks)}, {len(ranks)} different ones"
@@ -558,10 +570,6 @@ def _dtypes(dtypes: Mapping[str, int]) -> str:
     if len(dtypes) == 1:
         return next(iter(dtypes))
     return ", ".join(f"{name} {_bytes(n_bytes)}" for name, n_bytes in dtypes.items()) or "no dtype"
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _bytes(n_bytes: int) -> str:

@@ -54,7 +54,7 @@ def _fingerprint_row(matching: Matching, contents: Sequence[LoraContent]) -> lis
     assignment = matching.assignment
     scales = [
         [
-            hit.base_key, hit.kind.name, hit.scale(assignment.strength),
+            hit.base_key, hit.kind.name, assignment.strength * hit.block, hit.ratio,
             *hit.module.settings.of(hit.kind.name), *([list(map(list, hit.rows))] if hit.rows else ()),
         ]
         for hit in matching.hits

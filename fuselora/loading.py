@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
@@ -20,8 +21,25 @@ if TYPE_CHECKING:
 KEYS = {"missing_keys": "is missing", "unexpected_keys": "is not expected", "mismatched_keys": "does not fit"}
 
 
-def load_findings(out: Path, marker: Marker) -> Iterator[Finding]:
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A component that ``library`` loaded as ``model_class``, with every tensor in its place."""
+
+    component: str
+    library: str
+    model_class: str
+
+    def document(self) -> dict[str, object]:
+        return {"component": self.component, "library": self.library, "class": self.model_class}
+
+    @property
+    def text(self) -> str:
+        return f"{self.component}: loaded with {self.library}, as {self.model_class}"
+
+
+def load_components(out: Path, marker: Marker) -> tuple[list[Loaded], list[Finding]]:
     """Load each component on the CPU, one at a time, in its own dtype: that needs its size in memory."""
+    loaded, findings = [], []
     for record in marker.components.values():
         folder = PurePosixPath(record.files[0].path).parent
         where = str(folder / "config.json")
@@ -29,14 +47,19 @@ def load_findings(out: Path, marker: Marker) -> Iterator[Finding]:
             name = _class_name(read_json(out / where))
         except FormatError:
             text = f"{record.name} cannot be loaded: it has no config.json that can be read"
-            yield Finding("load", where, None, text)
+            findings.append(Finding("load", where, None, text))
             continue
         model_class = _model_class(name)
         if model_class is None:
             text = f"{record.name} cannot be loaded: diffusers has no model class {name!r}"
-            yield Finding("load", where, None, text)
+            findings.append(Finding("load", where, None, text))
+            continue
+        if found := list(_load(out / folder, record, model_class)):
+            findings += found
         else:
-            yield from _loaded(out / folder, record, model_class)
+            library = str(model_class.__module__).partition(".")[0]
+            loaded.append(Loaded(record.name, library, str(model_class.__name__)))
+    return loaded, findings
 
 
 def _class_name(config: Mapping[str, object]) -> object:
@@ -57,7 +80,7 @@ def _model_class(name: object) -> Any | None:  # noqa: ANN401 - the libraries ha
     return None
 
 
-def _loaded(folder: Path, record: ComponentRecord, model_class: Any) -> Iterator[Finding]:  # noqa: ANN401
+def _load(folder: Path, record: ComponentRecord, model_class: Any) -> Iterator[Finding]:  # noqa: ANN401
     import torch
 
     variant = next(iter(variants(file.path for file in record.files)), None)

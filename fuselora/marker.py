@@ -93,9 +93,27 @@ class LoraRecord:
     raw: Mapping[str, object]
 
     @property
+    def blocks(self) -> tuple[tuple[str, float], ...]:
+        """The globs and factors of ``--blocks``, in their order."""
+        entries = self.raw.get("blocks")
+        rows = [row for row in entries if isinstance(row, Mapping)] if isinstance(entries, list) else []
+        pairs = ((row.get("glob"), row.get("strength")) for row in rows)
+        return tuple((g, s) for g, s in pairs if isinstance(g, str) and isinstance(s, (int, float)))
+
+    @property
+    def adds(self) -> bool:
+        """Whether anything of it is in the weights: not at strength 0, nor where all was left out."""
+        applied = self.raw.get("applied")
+        nothing = isinstance(applied, Mapping) and bool(applied) and not any(applied.values())
+        return self.strength != 0 and not nothing
+
+    @property
     def text(self) -> str:
         """What was put where, in words."""
-        return f"{self.name} on {self.component}, strength {self.strength:g}"
+        listed = ", ".join(f"{glob}={factor:g}" for glob, factor in self.blocks)
+        blocks = f", --blocks {listed}" if listed else ""
+        nothing = "" if self.adds else ", nothing of it added"
+        return f"{self.name} on {self.component}, strength {self.strength:g}{blocks}{nothing}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -369,16 +369,22 @@ def _check_rows(hit: Hit) -> None:
 
 
 def _double_faults(assignment: Assignment, hits: Sequence[Hit]) -> list[Fault]:
-    """Rows meant twice in one file, by two spellings or two kinds of diff; pair and diff may meet."""
-    seen: dict[tuple[str, bool], list[Hit]] = {}
+    """Rows meant twice in one file, by two spellings or two kinds of diff; pair and diff may meet.
+
+    Two that both give the changed tensor may not: what the second one starts from nobody says.
+    """
+    seen: dict[tuple[str, str], list[Hit]] = {}
     faults = []
     for hit in hits:
-        others = seen.setdefault((hit.base_key, hit.kind.scaled), [])
-        if first := next((other for other in others if _overlap(other.rows, hit.rows)), None):
+        sorts = ["scaled" if hit.kind.scaled else "plain", *["moves"] * hit.kind.moves_with(hit.parts)]
+        others = [seen.setdefault((hit.base_key, sort), []) for sort in sorts]
+        met = (other for group in others for other in group if _overlap(other.rows, hit.rows))
+        if first := next(met, None):
             one, two = first.tensors[0].name, hit.tensors[0].name
             text = f"{hit.base_key} is meant twice, by {one} and by {two}"
             faults.append(Fault("twice", text, path=assignment.adapter.name, key=hit.module.name))
-        others.append(hit)
+        for group in others:
+            group.append(hit)
     return faults
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING
 
-from fuselora.families.pattern import split_leaf
+from fuselora.families.pattern import LEAVES, split_leaf
 from fuselora.families.runs import Run, Runs, inverse, joined, through
+from fuselora.text_encoders import CONNECTOR_NAMES, CONNECTORS
 
 if TYPE_CHECKING:
     from fuselora.checkpoint import Component
@@ -82,6 +84,8 @@ def name_table(component: Component, family: Family | None, layout: Layout | Non
     shapes = component.model_shapes()
     own = {name: Home((Place(component.prefix + name),), shape) for name, shape in shapes.items()}
     own |= _beside(component, family)
+    if component.name == CONNECTORS:
+        own |= _by_other_names(own)
     if component.is_text_encoder:
         return NameTable({OWN: own}, {OWN: _flattened(own)}, *_without_levels(own))
     if family is None or layout is None:
@@ -99,6 +103,13 @@ def _beside(component: Component, family: Family | None) -> Homes:
     tensors = component.tensors().items() if family and family.beside and component.prefix else ()
     known = family.beside if family else frozenset[str]()
     return {n: Home((Place(n),), t.shape) for n, t in tensors if split_leaf(n)[0] in known}
+
+
+def _by_other_names(own: Homes) -> Homes:
+    """What LTX-2's connectors have, by Lightricks' names."""
+    named = product(CONNECTOR_NAMES.items(), LEAVES)
+    pairs = ((f"{theirs}.{leaf}", f"{ours}.{leaf}") for (theirs, ours), leaf in named)
+    return {theirs: own[ours] for theirs, ours in pairs if ours in own}
 
 
 def without_levels(name: str) -> str:

@@ -23,11 +23,12 @@ from rich.table import Table
 from rich.text import Text
 
 from fuselora.check.layout import layout_note
-from fuselora.description import SOURCES
+from fuselora.description import SOURCES, Undescribed
 from fuselora.errors import FuseloraError, Notice, OutputError
 from fuselora.escape import one_line, shown
 from fuselora.header import dtype_name
 from fuselora.memory import peak_memory
+from fuselora.plural import many, tally
 from fuselora.serving_notes import sentence, vllm_omni
 from fuselora.streams import Tolerant, tolerant
 from fuselora.summary import (
@@ -123,7 +124,7 @@ class Reporter:
         self._notices(report.notices)
         self._plan_tables(report.plan, places=self._verbose)
         if report.kept:
-            self._line(f"Kept from an earlier run: {len(report.kept)} finished shards.")
+            self._line(f"Kept from an earlier run: {many(len(report.kept), 'finished shard')}.")
         rate = report.plan.bytes_out / max(report.seconds, 1e-9)
         self._line(
             f"Wrote {report.out}: {amount(report.plan.bytes_out)} of weights in {report.seconds:.1f} s "
@@ -148,15 +149,21 @@ class Reporter:
             return self._document(report.document())
         for line in report.lines():
             self._line(line)
-        self._line(f"{out}: {'verified' if report.ok else 'does not hold'}")
+        self._line(f"{out}: {report.verdict}")
         return None
 
-    def described(self, descriptions: Sequence[Description]) -> None:
+    def described(self, found: Sequence[Description | Undescribed]) -> bool:
+        """What could be read, and then what could not; whether there was nothing of the latter."""
+        refused = [one.error for one in found if isinstance(one, Undescribed)]
         if self._json:
-            return self._document({"files": [d.document() for d in descriptions]})
-        for description in descriptions:
-            self._table(description.title, description.rows())
-        return None
+            first = refused[0].document() if refused else {}
+            self._document({"files": [one.document() for one in found], **first})
+        for one in found:
+            if not self._json and not isinstance(one, Undescribed):
+                self._table(one.title, one.rows())
+        for error in refused:
+            self._refusal(error)
+        return not refused
 
     def families(self, families: Sequence[Supported]) -> None:
         if self._json:
@@ -184,6 +191,9 @@ class Reporter:
         """The refusal on stderr; with ``--json`` also as the one document on stdout."""
         if self._json:
             self._document(error.document())
+        self._refusal(error)
+
+    def _refusal(self, error: FuseloraError) -> None:
         self._err.print(Text.assemble(("error: ", "bold red"), shown(error.message)))
         if error.hint:
             self._err.print(Text.assemble(("hint: ", "bold"), shown(error.hint)))
@@ -237,19 +247,20 @@ class Reporter:
         document = lora_document(matching)
         applied, scales, skipped = document["applied"], document["scales"], document["skipped"]
         assert isinstance(applied, dict) and isinstance(scales, list) and isinstance(skipped, list)
-        counts = ", ".join(f"{n} {kind}" for kind, n in applied.items() if n)
+        n_modules, counts = document["modules"], tally(applied)
+        assert isinstance(n_modules, int)
         self._line("")
         self._line(
             f"{document['name']} on {document['component']}, strength {document['strength']:g}: "
-            f"{document['modules']} modules ({counts})"
+            f"{many(n_modules, 'module')}{f' ({counts})' if counts else ''}"
         )
         self._rows(
             f"  scale {group['scale']:g} = strength * alpha {group['alpha']:g} / rank {group['rank']} "
-            f"(alpha from {SOURCES[group['source']]}){_block(group)}: {group['modules']} modules"
+            f"(alpha from {SOURCES[group['source']]}){_block(group)}: {many(group['modules'], 'module')}"
             for group in scales
         )
         for group in skipped:
-            self._line(f"  not applied, {group['reason']}: {len(group['modules'])} modules")
+            self._line(f"  not applied, {group['reason']}: {many(len(group['modules']), 'module')}")
 
     def _serving(self, plan: FusePlan) -> None:
         """How to sample with the result, and who says so, where anything is known."""

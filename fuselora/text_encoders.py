@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+CONNECTORS = "connectors"  # LTX-2's, between its text encoder and its transformer
+TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", CONNECTORS)
+# Lightricks' names of their layers, behind "text_embedding_projection." in keys
+CONNECTOR_NAMES: Mapping[str, str] = {
+    "aggregate_embed": "text_proj_in",
+    "video_aggregate_embed": "video_text_proj_in",
+    "audio_aggregate_embed": "audio_text_proj_in",
+}
 
 Config = Mapping[str, object]
 
@@ -73,7 +80,7 @@ def encoders_meant(name: str, configs: Mapping[str, Config]) -> tuple[str, ...]:
     if meaning.component is not None and meaning.component in configs:
         return (meaning.component,)
     if meaning == Meaning():
-        return tuple(configs)
+        return tuple(component for component in configs if component != CONNECTORS)
     return tuple(component for component, config in configs.items() if meaning.fits(config))
 
 

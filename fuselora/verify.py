@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from fuselora.check.folder import check
 from fuselora.check.report import CheckReport
@@ -29,7 +30,11 @@ from fuselora.selection import variants
 from fuselora.specs import LoraSpec, plain_loras
 from fuselora.verify_report import VerifyReport
 
+if TYPE_CHECKING:
+    from fuselora.loading import Loaded
+
 NO_SKELETON = "side files not compared: no --skeleton"
+NO_DIGESTS = "has no digests, so there is nothing to compare: give --base and --lora to recompute the folder"
 PLAIN = "verify takes components and strengths from fused.json"
 
 
@@ -60,12 +65,13 @@ def verify(
     specs = [spec for lora in loras for spec in plain_loras(str(lora), why=PLAIN)]
     checked = _checked(out, progress)
     findings = [
-        Finding(f.code, f.path, None, f.message)
+        Finding(f.code, f.path, None, NO_DIGESTS if f.code == "no-digests" else f.message)
         for f in checked.findings
         if base is None or f.code != "no-digests"
     ]
     components: list[ComponentReport] = []
     not_compared: tuple[str, ...] = ()
+    loaded: list[Loaded] = []
     if checked.marker is not None and base is not None:
         variant = next(iter(variants(file.path for file in checked.marker.weight_files)), None)
         converted = checked.marker.layout is not None
@@ -83,10 +89,12 @@ def verify(
         findings += found
         not_compared = _not_compared(checked.marker, rest)
     if checked.marker is not None and load:
-        from fuselora.loading import load_findings
+        from fuselora.loading import load_components
 
-        findings += load_findings(out, checked.marker)
-    return VerifyReport(tuple(findings), tuple(components), _n_digests(checked), not_compared)
+        loaded, found = load_components(out, checked.marker)
+        findings += found
+    n_digests = _n_digests(checked)
+    return VerifyReport(tuple(findings), tuple(components), n_digests, not_compared, tuple(loaded))
 
 
 def _layout(marker: Marker, base: Checkpoint) -> Layout | None:

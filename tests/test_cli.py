@@ -410,7 +410,7 @@ def test_verify(files: Files) -> None:
     assert done.stderr.splitlines()[0].startswith("check digests:")
     assert run("verify", files.out, *inputs, "--quiet").stderr == ""
     found = document(run("verify", files.out, *inputs, "--json"))
-    assert set(found) == {"ok", "digests_checked", "components", "findings", "not_compared"}
+    assert set(found) == {"ok", "digests_checked", "components", "findings", "not_compared", "loaded"}
     assert (found["ok"], found["findings"]) == (True, [])
     assert [part["fused"] for part in found["components"]] == [10, 10]
 
@@ -442,6 +442,27 @@ def test_inspect_what_it_cannot_read(files: Files, tmp_path: Path) -> None:
     done = run("inspect", tmp_path / "x.safetensors", "--json")
     assert done.exit_code == 1
     assert "GGUF" in document(done)["error"]["message"]
+
+
+def test_inspect_reports_what_it_can_read_beside_what_it_cannot(files: Files, tmp_path: Path) -> None:
+    broken, missing = tmp_path / "x.safetensors", tmp_path / "missing"
+    broken.write_bytes(b"GGUF")
+    paths = (files.a, broken, files.b, missing)
+    done = run("inspect", *paths)
+    assert done.exit_code == 1
+    titles = [line for line in done.stdout.splitlines() if not line.startswith(" ")]
+    assert titles == [f"{path}: a LoRA for wan" for path in (files.a, files.b)]
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 2
+    assert (str(broken) in errors[0], errors[1]) == (True, f"error: {missing}: no such file or folder")
+    as_json = run("inspect", *paths, "--json")
+    found = document(as_json)
+    assert (as_json.exit_code, as_json.stderr) == (1, done.stderr)
+    assert [(one["kind"], one["path"]) for one in found["files"]] == [
+        ("lora", str(files.a)), ("error", str(broken)), ("lora", str(files.b)), ("error", str(missing)),
+    ]  # fmt: skip
+    assert found["files"][3]["error"]["message"] == f"{missing}: no such file or folder"
+    assert found["error"] == found["files"][1]["error"]
 
 
 # demo

@@ -203,7 +203,10 @@ def test_broken_factors_on_both_experts_are_said_once(tmp_path: Path) -> None:
 def test_the_same_content_twice_on_one_component(tmp_path: Path) -> None:
     (fault,) = faults(single(tmp_path), tmp_path, FILES, "a.safetensors", "same.safetensors:0.5")
     assert (fault.kind, fault.path) == ("same_lora", "same.safetensors")
-    assert "same.safetensors and a.safetensors hold the same LoRA" in fault.message
+    assert fault.message == (
+        "is the same LoRA for transformer, given twice: a.safetensors:1 and same.safetensors:0.5"
+    )
+    assert fault.hint == "For transformer give it once, with the sum of the strengths, 1.5."
 
 
 def test_different_contents_on_one_component(tmp_path: Path) -> None:
@@ -214,6 +217,7 @@ def test_a_list_of_one_lora_and_its_copy(tmp_path: Path) -> None:
     base = two_experts(tmp_path / "base", BASE)
     (fault,) = faults(base, tmp_path, FILES, "a.safetensors,same.safetensors")
     assert fault.kind == "same_lora"
+    assert fault.message == "holds the same LoRA as a.safetensors:1, given twice in one list"
     assert fault.hint is not None and "--lora all=FILE" in fault.hint
 
 
@@ -224,14 +228,18 @@ def test_one_lora_on_both_experts_when_it_is_said_so(tmp_path: Path, texts: tupl
 
 def test_all_and_the_same_for_one_expert_is_twice(tmp_path: Path) -> None:
     base = two_experts(tmp_path / "base", BASE)
-    (fault,) = faults(base, tmp_path, FILES, "all=a.safetensors", "low=same.safetensors")
+    (fault,) = faults(base, tmp_path, FILES, "all=a.safetensors", "low=same.safetensors:-0.25")
     assert fault.kind == "same_lora"
+    assert fault.message.endswith(
+        " for transformer_2, given twice: all=a.safetensors:1 and transformer_2=same.safetensors:-0.25"
+    )
+    assert fault.hint is not None and fault.hint.endswith(", 0.75.")
 
 
-def test_what_the_base_already_holds(tmp_path: Path) -> None:
-    """``--stack`` passes the header checks; the content decides."""
-    base = replace(two_experts(tmp_path / "base", BASE), marker=None)
-    held = content(opened(tmp_path, *pair(Q))).content_sha256
+def stacked(folder: Path, **fields: object) -> Checkpoint:
+    """A base whose first expert holds the LoRA of ``pair(Q)``."""
+    base = two_experts(folder / "base", BASE)
+    held = content(opened(folder, *pair(Q))).content_sha256
     lora = {"name": "first.safetensors", "content_sha256": held, "component": "transformer", "strength": 1.0}
     file = {"path": "transformer/diffusion_pytorch_model.safetensors", "bytes": 1, "fused": 1}
     component = {"dtype": "float32", "index": None, "tensors": 2, "fused": 1, "files": [file]}
@@ -241,13 +249,25 @@ def test_what_the_base_already_holds(tmp_path: Path) -> None:
         "fingerprint": f"sha256:{'1' * 64}",
         "components": {"transformer": component},
         "side_files": [],
-        "loras": [lora],
+        "loras": [{**lora, **fields}],
     }
-    base = replace(base, marker=decode(encode(document)))
+    return replace(base, marker=decode(encode(document)))
+
+
+def test_what_the_base_already_holds(tmp_path: Path) -> None:
+    """``--stack`` passes the header checks; the content decides."""
+    base = stacked(tmp_path)
     (fault,) = faults(base, tmp_path, FILES, "high=same.safetensors", "low=a.safetensors")
     assert (fault.kind, fault.path) == ("already_fused", "same.safetensors")
-    assert "already fused into transformer of this base (as first.safetensors)" in fault.message
+    where = "is already fused into transformer of this base, as first.safetensors at strength 1"
+    assert fault.message == where
+    assert fault.hint is not None and "start from the base that is not fused" in fault.hint
     assert faults(base, tmp_path, FILES, "high=b.safetensors") == []
+
+
+@pytest.mark.parametrize("fields", [{"strength": 0.0}, {"applied": {"pairs": 0, "diff": 0}}])
+def test_what_the_base_lists_and_does_not_hold(tmp_path: Path, fields: dict[str, object]) -> None:
+    assert faults(stacked(tmp_path, **fields), tmp_path, FILES, "high=a.safetensors") == []
 
 
 # Zero deltas

@@ -30,9 +30,23 @@ def with_config(pair: Pair, folder: Path, **fields: Any) -> set[tuple[str, str |
 
 def test_a_good_folder_loads_without_a_word(pair: Pair, capfd: pytest.CaptureFixture[str]) -> None:
     before = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    assert pair.verify(pair.out, load=True).ok
+    report = pair.verify(pair.out, load=True)
+    assert report.ok
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
     assert capfd.readouterr() == ("", "")
+    assert report.document()["loaded"] == [
+        {"component": name, "library": "diffusers", "class": "WanTransformer3DModel"}
+        for name in ("transformer", "transformer_2")
+    ]
+    as_words = "loaded with diffusers, as WanTransformer3DModel"
+    assert list(report.lines())[-2:] == [f"transformer: {as_words}", f"transformer_2: {as_words}"]
+
+
+def test_what_does_not_load_is_not_said_to_be_loaded(pair: Pair, tmp_path: Path) -> None:
+    out = pair.copy(tmp_path / "out")
+    edit_json(out / CONFIG, lambda config: config.update(num_layers=1))
+    assert [one.component for one in verify(out, load=True).loaded] == ["transformer_2"]
+    assert verify(out).document()["loaded"] == []
 
 
 def test_a_folder_whose_dtype_was_changed_loads(pair: Pair, tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_it_has_the_content_of_the_same_tensors_in_one_file(tmp_path: Path) -> N
     assert sharded_out.lora["content_sha256"] == whole_out.lora["content_sha256"] == content_sha256(index)
     assert sharded_out.document["fingerprint"] == whole_out.document["fingerprint"]
     assert verify(sharded_out.out, base=base, loras=[tmp_path / shard_name(1, 1)]).findings == ()
-    says = ("hold the same LoRA",)
+    says = ("is the same LoRA for transformer, given twice", "with the sum of the strengths, 2.")
     refuse(base, index.parent, tmp_path / shard_name(1, 1), says=says, out=tmp_path / "c")
 
 

@@ -277,6 +277,24 @@ def test_short_names_stand_for_repositories() -> None:
     assert SHORT_NAMES["Wan2.2-TI2V"] == "Wan-AI/Wan2.2-TI2V-5B-Diffusers"
     assert all(hub_legal(repo) for repo in SHORT_NAMES.values())
     assert not any("/" in name for name in SHORT_NAMES)
+    assert len({name.lower() for name in SHORT_NAMES}) == len(SHORT_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("short", "repository"),
+    [
+        ("Qwen-Image-Edit-2509", "Qwen/Qwen-Image-Edit-2509"),
+        ("FLUX.1-Kontext", "black-forest-labs/FLUX.1-Kontext-dev"),
+        ("FLUX.2-dev", "black-forest-labs/FLUX.2-dev"),
+        ("SD3.5", "stabilityai/stable-diffusion-3.5-large"),
+        ("SDXL", "stabilityai/stable-diffusion-xl-base-1.0"),
+        ("HunyuanVideo", "hunyuanvideo-community/HunyuanVideo"),
+        ("LTX-2", "Lightricks/LTX-2"),
+        ("MiniMax-H3", "MiniMaxAI/MiniMax-H3"),
+    ],
+)
+def test_a_short_name_is_a_repository_in_diffusers_layout(short: str, repository: str) -> None:
+    assert SHORT_NAMES[short] == repository
 
 
 @pytest.mark.parametrize("text", ["o/n", "a.b/c_d-e", "1/2"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -16,11 +17,13 @@ import torch
 
 from fuselora import synth
 from fuselora.check.report import SHOWN_FINDINGS
+from fuselora.compare import ComponentReport
 from fuselora.errors import FormatError, InputError, UsageError
 from fuselora.header import read_header
 from fuselora.marker import FILE_NAME, read_marker
 from fuselora.pipeline import merge
 from fuselora.verify import verify
+from fuselora.verify_report import BOUND, VerifyReport
 from tests.fused_pair import (
     COPIED,
     FUSED,
@@ -86,7 +89,10 @@ def test_loras_in_another_order_under_other_names_and_one_twice(pair: Pair, tmp_
 
 
 def test_a_folder_without_digests_can_only_be_recomputed(pair: Pair) -> None:
-    assert codes(verify(pair.plain)) == {"no-digests"}
+    alone = verify(pair.plain)
+    (finding,) = alone.findings
+    assert (finding.code, alone.ok, alone.verdict) == ("no-digests", False, "not verified")
+    assert "there is nothing to compare: give --base and --lora" in finding.message
     report = pair.verify(pair.plain)
     assert report.ok
     assert report.digests_checked == 0
@@ -483,6 +489,17 @@ def test_the_report_as_json_and_in_words(pair: Pair, tmp_path: Path) -> None:
     lines = list(report.lines())
     assert lines[0] == f"digests of 0 files compared with {FILE_NAME}"
     assert f"  {finding['file']}: {FUSED}: {finding['message']}" in lines
+
+
+def component(max_ulps: float) -> ComponentReport:
+    return ComponentReport("transformer", 1, 0, 0, 1, elements=8, equal=5, max_ulps=max_ulps)
+
+
+@pytest.mark.parametrize(("max_ulps", "said"), [(0.5, False), (1.0, False), (569.0, True), (math.inf, False)])
+def test_an_error_of_many_units_is_explained(max_ulps: float, said: bool) -> None:
+    lines = list(VerifyReport((), (component(max_ulps), component(0.0)), 0).lines())
+    assert (lines[-1] == BOUND) is said
+    assert len([line for line in lines if "2^-20" in line]) == said
 
 
 def test_long_lists_are_cut_in_words_only(pair: Pair, tmp_path: Path) -> None:

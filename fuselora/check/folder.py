@@ -78,14 +78,15 @@ def check(folder: Path | str, *, loras: Sequence[Path] = (), digest: bool = Fals
 def lora_outcomes(marker: Marker | None, loras: Iterable[Path]) -> tuple[LoraOutcome, ...]:
     """For each LoRA, a file or an adapter folder, the marker's entries with its content.
 
-    Raises ``InputError``.
+    Those that added nothing stand apart: adding that LoRA is no second time. Raises ``InputError``.
     """
     known = marker.loras if marker else ()
     outcomes = []
     for path in loras:
         content = _content_of(path)
-        records = tuple(record for record in known if record.content_sha256 == content)
-        outcomes.append(LoraOutcome(path, content, records))
+        same = [record for record in known if record.content_sha256 == content]
+        records = tuple(record for record in same if record.adds)
+        outcomes.append(LoraOutcome(path, content, records, tuple(r for r in same if not r.adds)))
     return tuple(outcomes)
 
 

@@ -74,11 +74,15 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class LoraOutcome:
-    """A LoRA that was asked about; ``records`` are the marker's entries with the same content."""
+    """A LoRA that was asked about; ``records`` are the marker's entries with the same content.
+
+    ``idle``: those of which nothing was added, at strength 0 or with every module left out.
+    """
 
     path: Path
     content_sha256: str
     records: tuple[LoraRecord, ...]
+    idle: tuple[LoraRecord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +145,14 @@ class CheckReport:
     def _answer(self, outcome: LoraOutcome) -> str:
         if self.marker is None:
             return f"nobody can tell without a sound {FILE_NAME}"
-        places = dict.fromkeys(f"on {record.component} as {record.name}" for record in outcome.records)
-        if places:
-            return f"fused already, {', '.join(places)}"
+        if outcome.records:
+            return f"fused already, {_places(outcome.records)}"
         policy = ", ".join(f"{name} {_policy_text(self.marker.policy[name])}" for name in POLICY)
-        return f"not in it, tensor for tensor; the policy for other LoRAs: {policy}"
+        idle = f"is listed, {_places(outcome.idle)}, and nothing of it was added" if outcome.idle else None
+        return f"{idle or 'not in it, tensor for tensor'}; the policy for other LoRAs: {policy}"
 
     def document(self) -> dict[str, object]:
-        """The report as JSON data; of a LoRA asked about, ``already_fused`` is null where nobody knows."""
+        """The report as JSON data; of a LoRA asked about, both lists are null where nobody knows."""
         marker = self.marker
         return {
             "ok": self.ok,
@@ -166,12 +170,17 @@ class CheckReport:
         }
 
     def _outcome_document(self, outcome: LoraOutcome) -> dict[str, object]:
-        found = [_record_document(record) for record in outcome.records]
+        unknown = self.marker is None
         return {
             "path": str(outcome.path),
             "content_sha256": outcome.content_sha256,
-            "already_fused": None if self.marker is None else found,
+            "already_fused": None if unknown else [_record_document(record) for record in outcome.records],
+            "nothing_added": None if unknown else [_record_document(record) for record in outcome.idle],
         }
+
+
+def _places(records: tuple[LoraRecord, ...]) -> str:
+    return ", ".join(dict.fromkeys(f"on {record.component} as {record.name}" for record in records))
 
 
 def _policy_text(value: object) -> str:
@@ -183,5 +192,6 @@ def _record_document(record: LoraRecord) -> dict[str, object]:
         "name": record.name,
         "component": record.component,
         "strength": record.strength,
+        "blocks": [{"glob": glob, "strength": factor} for glob, factor in record.blocks],
         "content_sha256": record.content_sha256,
     }

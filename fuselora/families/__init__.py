@@ -16,6 +16,7 @@ from fuselora.families.ltx2 import LTX_2
 from fuselora.families.ltx_video import LTX_VIDEO
 from fuselora.families.minimax_h3 import MINIMAX_H3
 from fuselora.families.qwen_image import QWEN_IMAGE
+from fuselora.families.sd import SD
 from fuselora.families.sd3 import SD3
 from fuselora.families.sdxl import SDXL
 from fuselora.families.sensenova_u1 import SENSENOVA_U1
@@ -30,6 +31,7 @@ FAMILIES: tuple[Family, ...] = (
     Z_IMAGE,
     CHROMA,
     SD3,
+    SD,  # before SDXL, which has its names and more
     SDXL,
     HUNYUAN_VIDEO,
     HUNYUAN_VIDEO_15,

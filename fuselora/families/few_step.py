@@ -36,6 +36,7 @@ RELEASE_WORDS = frozenset((
     "flux", "alpha", "alimama", "creative", "bytedance", "hyper", "sd", "sdxl", "xl", "qwen", "image", "edit",
     "fal", "dev", "org", "ltx", "ltxv", "lightricks", "minimax", "h", "fl", "sensenova", "u",
     "mot",
+    "latent", "consistency", "diffsynth", "studio", "alibaba", "pai",
     "unet", "dmd", "tianweiy", "y", "byteszn", "adapter", "pytorch", "weights",
 ))  # fmt: skip
 

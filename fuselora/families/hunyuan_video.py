@@ -8,6 +8,7 @@ Tencent's names when it loads them, and saves LoRAs under its own.
 from __future__ import annotations
 
 from fuselora.families.family import Family
+from fuselora.families.few_step import FewStep
 from fuselora.families.kin import Kin, Measure
 from fuselora.families.renames import Renames, Row, Rows, canonical_names, split, square_then_rest, swap
 
@@ -150,6 +151,17 @@ HUNYUAN_VIDEO = Family(
                 0: tuple(f"{name}.weight" for name in (*QKV, *ADDED_QKV, *SINGLE_QKV)),
                 1: (f"{DOUBLE}.ff.net.0.proj.weight",),
             },
+        ),
+    ),
+    few_step=(
+        FewStep(
+            name="FastHunyuan",
+            pattern=r"hyvideo[-_]fastvideo[-_]lora|fasthunyuan[-_]lora",
+            # the model card of what it was extracted from
+            source="FastVideo/FastHunyuan",
+            num_inference_steps=6,
+            flow_shift=17.0,
+            remark="its authors sample with the embedded guidance above 6",
         ),
     ),
 )

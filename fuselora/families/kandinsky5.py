@@ -29,8 +29,13 @@ NAMES = (
 )
 
 
-def _kin(*models: str, blocks: int, dim: int) -> Kin:
-    return Kin(models, (), blocks, {"text_embeddings.in_layer.weight": (dim, -1)})
+def _kin(*models: str, blocks: int, dim: int, channels: int = 33) -> Kin:
+    """``channels`` of a latent: 16, and with a condition (visual_cond) these twice and a mask."""
+    witnesses = {
+        "text_embeddings.in_layer.weight": (dim, -1),
+        "visual_embeddings.in_layer.weight": (dim, 4 * channels),
+    }
+    return Kin(models, (), blocks, witnesses)
 
 
 KANDINSKY_5 = Family(
@@ -40,9 +45,16 @@ KANDINSKY_5 = Family(
     names=frozenset(NAMES),
     block="visual_transformer_blocks.{n}.",
     kin=(
-        _kin("Kandinsky-5.0-Lite", blocks=32, dim=1792),
-        _kin("Kandinsky-5.0-Pro", blocks=60, dim=4096),
+        _kin("Kandinsky-5.0-T2V-Lite", "Kandinsky-5.0-I2V-Lite", blocks=32, dim=1792),
+        _kin("Kandinsky-5.0-T2V-Pro", "Kandinsky-5.0-I2V-Pro", blocks=60, dim=4096),
+        _kin("Kandinsky-5.0-T2I-Lite", blocks=50, dim=2560, channels=16),
+        _kin("Kandinsky-5.0-I2I-Lite", blocks=50, dim=2560),
     ),
+    pipelines={
+        "Kandinsky5T2VPipeline": ("Kandinsky-5.0-T2V-Lite", "Kandinsky-5.0-T2V-Pro"),
+        "Kandinsky5I2VPipeline": ("Kandinsky-5.0-I2V-Lite", "Kandinsky-5.0-I2V-Pro"),
+    },
+    keep_float32=frozenset({"time_embeddings", "modulation", "visual_modulation", "text_modulation"}),
     measures=(
         Measure(
             "dim",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fuselora.families.family import Family
 from fuselora.families.few_step import FewStep
-from fuselora.families.kin import Kin, Measure, SkipRule
+from fuselora.families.kin import Branch, Kin, Measure, SkipRule
 from fuselora.families.renames import Renames, Rows, canonical_names
 
 BLOCK = "transformer_blocks.{n}"
@@ -27,7 +27,7 @@ EMBEDDINGS = (
     ("av_ca_audio_scale_shift_adaln_single", "av_cross_attn_audio_scale_shift"),
     ("av_ca_a2v_gate_adaln_single", "av_cross_attn_video_a2v_gate"),
     ("av_ca_v2a_gate_adaln_single", "av_cross_attn_audio_v2a_gate"),
-    # of 2.3
+    # of 2.3 and 2.5; diffusers' converter of checkpoints leaves these two, its script does not
     ("prompt_adaln_single", "prompt_adaln"),
     ("audio_prompt_adaln_single", "audio_prompt_adaln"),
 )
@@ -44,16 +44,35 @@ SAME = (
     *(f"{BLOCK}.{a}.{n}" for a in ATTENTIONS for n in ("to_q", "to_k", "to_v", "to_out.0", "to_gate_logits")),
     *(f"{BLOCK}.{stream}{name}" for stream in ("", "audio_") for name in ("ff.net.0.proj", "ff.net.2")),
     *(f"{at}{stream}scale_shift_table" for at in (f"{BLOCK}.", "") for stream in ("", "audio_")),
+    *(f"{BLOCK}.{stream}prompt_scale_shift_table" for stream in ("", "audio_")),
     *(f"{stream}caption_projection.linear_{n}" for stream in ("", "audio_") for n in (1, 2)),
-    *("proj_out", "audio_proj_out"),
+    *("proj_out", "audio_proj_out", "keyframes_abs_pos_embedding"),
+)
+GATES = "transformer_blocks.0.attn1.to_gate_logits.weight"  # of 2.3 and 2.5
+CAPTIONS = "caption_projection.linear_1.weight"  # of 2.0; since then the connectors do it
+# of single files, where they stand beside the transformer; the first is of 2.0, the others are of 2.3 and 2.5
+PROJECTIONS = tuple(
+    f"text_embedding_projection.{name}"
+    for name in ("aggregate_embed", "video_aggregate_embed", "audio_aggregate_embed")
 )
 CONNECTORS = SkipRule(
-    reason="it is for the text connectors, which are no part of the transformer",
-    modules=("text_embedding_projection.aggregate_embed", "text_proj_in"),
+    reason="it is for the text connectors, which this base does not have",
+    modules=(*PROJECTIONS, "text_proj_in", "video_text_proj_in", "audio_text_proj_in"),
     witness="audio_proj_in.weight",
     axis=0,
     sizes=(2048,),
 )
+
+
+def _kin(model: str, *, gates: bool, keyframes: bool) -> Kin:
+    witnesses = {
+        "proj_in.weight": (4096, 128),
+        GATES: (-1, 4096) if gates else (),
+        CAPTIONS: () if gates else (4096, 3840),
+        "keyframes_abs_pos_embedding": (1, 4096) if keyframes else (),
+    }
+    return Kin((model,), (), 48, witnesses)
+
 
 LTX_2 = Family(
     name="ltx-2",
@@ -62,21 +81,12 @@ LTX_2 = Family(
     names=canonical_names(ROWS) | frozenset(SAME),
     block="transformer_blocks.{n}.",
     kin=(
-        Kin(
-            ("LTX-2-19B",),
-            (),
-            48,
-            {"proj_in.weight": (4096, 128), "transformer_blocks.0.attn1.to_gate_logits.weight": ()},
-        ),
-        Kin(
-            ("LTX-2.3-22B",),
-            (),
-            48,
-            {"proj_in.weight": (4096, 128), "transformer_blocks.0.attn1.to_gate_logits.weight": (-1, 4096)},
-        ),
+        _kin("LTX-2-19B", gates=False, keyframes=False),
+        _kin("LTX-2.3-22B", gates=True, keyframes=False),
+        _kin("LTX-2.5-22B", gates=True, keyframes=True),
     ),
     skips=(CONNECTORS,),
-    beside=frozenset(CONNECTORS.modules),
+    beside=frozenset(PROJECTIONS),
     measures=(
         Measure(
             "dim",
@@ -84,13 +94,21 @@ LTX_2 = Family(
             {0: (f"{BLOCK}.attn1.to_q.weight", "proj_in.weight"), 1: (f"{BLOCK}.ff.net.0.proj.weight",)},
         ),
     ),
+    branches=(
+        Branch("gates", tuple(f"{BLOCK}.{a}.to_gate_logits" for a in ATTENTIONS), GATES),
+        Branch(
+            "captions", ("caption_projection.linear_{n}", "audio_caption_projection.linear_{n}"), CAPTIONS
+        ),
+    ),
     few_step=(
         FewStep(
             name="LTX-2 distilled",
             pattern=r"ltx[-_]2(?:\.3)?[-_]\d+b[-_]distilled[-_]lora",
-            # its pipelines: TI2VidTwoStagesPipeline adds the LoRA for the second stage alone
+            # its pipelines: TI2VidTwoStagesPipeline adds the LoRA for the second stage alone; the model card
+            # has 8 steps for the distilled model, diffusers' STAGE_2_DISTILLED_SIGMA_VALUES are 3
             source="Lightricks/LTX-2",
             guidance_scale=1.0,
+            remark="the second stage takes 3 steps; a whole video by the distilled model alone takes 8",
             phase="the second stage, which refines the upsampled latents; the first samples without it",
         ),
     ),

@@ -55,8 +55,9 @@ LTX_VIDEO = Family(
         FewStep(
             name="LTX-Video-13B distilled",
             pattern=r"ltxv[-_]13b[-_][\d.]+[-_]distilled",
-            # its model card: no guidance; the steps follow its own list of timesteps
+            # its news of v0.9.7: no guidance, 8 steps or fewer, which follow its own list of timesteps
             source="Lightricks/LTX-Video",
+            num_inference_steps=8,
             guidance_scale=1.0,
         ),
     ),

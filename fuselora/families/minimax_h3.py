@@ -56,7 +56,8 @@ STACKED: tuple[Row, ...] = tuple(split(*_qkv(*block)) for block in BLOCKS)
 INTERLEAVED: tuple[Row, ...] = tuple(heads(*_qkv(*block), head=HEAD) for block in BLOCKS)
 QKV = tuple(name for row in STACKED for name in row.ours)
 
-# The files say of alpha nothing, or what is below in their metadata.
+# MiniMaxH3Scheduler.set_timesteps makes num_inference_steps - 1 steps
+REMARK = "for the audio the shift is 3; diffusers wants one more than the steps, for the end of the last"
 FEW_STEP = (
     FewStep(
         name="LightX2V's MiniMax-H3 Turbo, 768p",
@@ -66,7 +67,7 @@ FEW_STEP = (
         source="ModelTC/Minimax-H3-Turbo",
         guidance_scale=1.0,
         flow_shift=6.0,
-        remark="for the audio the shift is 3; where the file says no alpha, its README says --lora-alpha 128",
+        remark=f"{REMARK}; of a file that says no alpha its README says --lora-alpha 128",
     ),
     FewStep(
         name="LightX2V's MiniMax-H3 Turbo, 544p",
@@ -75,7 +76,7 @@ FEW_STEP = (
         source="ModelTC/Minimax-H3-Turbo",
         guidance_scale=1.0,
         flow_shift=12.0,
-        remark="for the audio the shift is 3; where the file says no alpha, its script takes 8",
+        remark=f"{REMARK}; of a file that says no alpha its script takes 8",
     ),
 )
 

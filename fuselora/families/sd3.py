@@ -7,6 +7,7 @@ the tests hold every row against.
 from __future__ import annotations
 
 from fuselora.families.family import Family
+from fuselora.families.few_step import FewStep
 from fuselora.families.kin import Kin, Measure
 from fuselora.families.renames import Renames, Rows, canonical_names, split, swap, swap_of_two
 
@@ -65,6 +66,18 @@ def _kin(*models: str, blocks: int, dim: int, second: bool = False, qk_norm: boo
     )
 
 
+def _hyper(steps: int, guidance: float) -> FewStep:
+    """As the news of its model card have it."""
+    return FewStep(
+        name=f"Hyper-SD3 in {steps} steps",
+        pattern=rf"hyper[-_]sd3[-_]{steps}steps?[-_]cfg",
+        source="ByteDance/Hyper-SD",
+        num_inference_steps=steps,
+        guidance_scale=guidance,
+        remark="it is published for a strength of 0.125",
+    )
+
+
 SD3 = Family(
     name="sd3",
     canonical="diffusers",
@@ -86,4 +99,5 @@ SD3 = Family(
             },
         ),
     ),
+    few_step=(_hyper(4, 3.0), _hyper(8, 5.0), _hyper(16, 7.0)),
 )

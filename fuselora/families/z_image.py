@@ -7,6 +7,7 @@ Sources: the published checkpoints' tensor lists; diffusers' ZImageTransformer2D
 from __future__ import annotations
 
 from fuselora.families.family import Family
+from fuselora.families.few_step import FewStep
 from fuselora.families.kin import Kin, Measure
 from fuselora.families.renames import Renames, Rows, canonical_names, split
 
@@ -54,6 +55,23 @@ Z_IMAGE = Family(
                 0: (*(f"{b}.attention.to_{part}.weight" for b in BLOCKS for part in "qkv"),),
                 1: (*(f"{b}.feed_forward.w1.weight" for b in BLOCKS),),
             },
+        ),
+    ),
+    few_step=(
+        FewStep(
+            name="Z-Image-Turbo's distillation patch",
+            pattern=r"z[-_]image[-_]turbo[-_]distill[-_]?patch",
+            # its makers on training Z-Image-Turbo: num_inference_steps=8, cfg_scale=1
+            source="DiffSynth-Studio/Z-Image-Turbo-DistillPatch",
+            num_inference_steps=8,
+            remark="DiffSynth runs it at cfg_scale 1, without guidance",
+        ),
+        FewStep(
+            name="Z-Image-Fun's distillation",
+            pattern=r"z[-_]image[-_]fun[-_]lora[-_]distill",
+            # its model card; the steps are in the name
+            source="alibaba-pai/Z-Image-Fun-Lora-Distill",
+            remark="guidance is distilled as well",
         ),
     ),
 )

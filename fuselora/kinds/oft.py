@@ -30,7 +30,7 @@ def block_size(n_numbers: int) -> int | None:
 def outputs_shape(shapes: Shapes, base: Shape) -> Shape:
     """The base's own; blocks (..., number, size, size) cover its outputs."""
     blocks, rescale = shapes["oft_blocks"], shapes.get("rescale")
-    if len(blocks) < 3 or blocks[-1] != blocks[-2]:
+    if len(blocks) not in (3, 4) or blocks[-1] != blocks[-2]:
         raise BadParts(f"oft_blocks {list(blocks)} are no square blocks")
     if base and blocks[-3] * blocks[-2] != base[0]:
         raise BadParts(f"oft_blocks {list(blocks)} do not cover the {base[0]} outputs of {list(base)}")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+MAX_TERMS = 64  # the series has converged long before, or never does
 # peft's Cayley-Neumann series is another one since then, and no version was written before
 NEUMANN_SINCE = (0, 18)
 
@@ -62,12 +63,13 @@ def settings_of(
     """Of one module, from an ``adapter_config.json`` and the numbers in its file."""
     if document is None:
         return Settings(alpha, on_input)
-    if document.get("peft_type") == "IA3":
+    kind = str(document.get("peft_type") or "LORA").upper()
+    if kind == "IA3":
         return Settings(alpha, on_input, feedforward=_listed(document.get("feedforward_modules"), module))
-    if document.get("peft_type") == "OFT":
+    if kind == "OFT":
         rotation, unread = _rotation(document)
         return Settings(alpha, on_input, rotation=rotation, unread=unread)
-    if document.get("peft_type", "LORA") == "LORA":
+    if kind == "LORA":
         transposed = document.get("fan_in_fan_out") is True
         return Settings(
             alpha,
@@ -114,10 +116,10 @@ def _rotation(document: Mapping[str, object]) -> tuple[Rotation | None, str]:
     neumann, terms = document.get("use_cayley_neumann"), document.get("num_cayley_neumann_terms", 5)
     if neumann and _version(document.get("peft_version")) < NEUMANN_SINCE:
         return None, "it is of PEFT before 0.18, whose Cayley-Neumann series was another one"
-    if neumann and (not isinstance(terms, int) or terms < 1):
+    if neumann and (type(terms) is not int or not 1 <= terms <= MAX_TERMS):
         return None, f"num_cayley_neumann_terms is {terms!r}, no number of terms"
     eps = document.get("eps", 6e-5)
-    if document.get("coft") and not isinstance(eps, (int, float)):
+    if document.get("coft") and (not isinstance(eps, (int, float)) or not 0 <= eps < 1 << 31):
         return None, f"eps is {eps!r}, no number"
     return Rotation(
         terms=int(terms) if neumann else None,  # type: ignore[call-overload]

@@ -24,7 +24,7 @@ from fuselora.lora.config import (
     document_for,
     peft_configs,
 )
-from fuselora.lora.config_faults import Stated, config_faults, network_faults
+from fuselora.lora.config_faults import Stated, config_faults, network_faults, type_fault
 from fuselora.lora.grammar import MODIFIERS, ParsedKey, parse_key, spellings, unfused_kind
 from fuselora.lora.scale import BadAlpha, StoredAlpha, read_alpha, read_sizes
 from fuselora.reading import reading
@@ -135,6 +135,7 @@ def open_adapter(location: LoraLocation) -> Adapter:
     files = open_files(location.path)
     homes = {tensor.name: header for header in files for tensor in header.tensors}
     keys, faults = _parsed(location, files)
+    unread = bool(faults)
     faults += [fault for module, parts in keys.items() for fault in _key_faults(location, module, parts)]
     if not any(fault.kind == "ambiguous" for fault in faults):
         faults += _name_faults(location, keys)
@@ -143,7 +144,8 @@ def open_adapter(location: LoraLocation) -> Adapter:
     faults += _shard_faults(location)
     metadata, metadata_faults = _metadata(location, files)
     where, documents, document_faults = _documents(location, metadata)
-    faults += [*metadata_faults, *document_faults, *_full_weight_faults(location, keys, documents)]
+    full = _full_weight_faults(location, keys, documents, unread=unread)
+    faults += [*metadata_faults, *document_faults, *full]
     modules, alpha_faults = _modules(location, homes, keys, documents)
     faults += alpha_faults
     for document in documents.values():
@@ -153,6 +155,8 @@ def open_adapter(location: LoraLocation) -> Adapter:
     faults += network_faults(metadata, modules, location.name)
     config, config_fault = _config(location, documents)
     faults += [config_fault] if config_fault else []
+    types = (type_fault(where, document, location.name) for document in documents.values())
+    faults = [fault for fault in types if fault] or faults
     return Adapter(location, files, homes, metadata, modules, config, tuple(faults))
 
 
@@ -197,12 +201,13 @@ def _metadata(location: LoraLocation, files: Sequence[Header]) -> tuple[Mapping[
 
 
 def _full_weight_faults(
-    location: LoraLocation, keys: Keys, documents: Mapping[str, Document]
+    location: LoraLocation, keys: Keys, documents: Mapping[str, Document], *, unread: bool
 ) -> Iterator[Fault]:
     """Whole weights beside deltas, or those that a configuration names, take their tensors' place."""
     found = {part: tensor for parts in keys.values() for part, [(_, tensor), *_] in parts.items()}
     saved = any(document.get("modules_to_save") for document in documents.values())
-    if not saved and found.keys() & FULL_PARTS and found.keys() <= {*FULL_PARTS, *ALPHAS}:
+    # a key that nobody knows may be the delta
+    if not saved and not unread and found.keys() & FULL_PARTS and found.keys() <= {*FULL_PARTS, *ALPHAS}:
         key = next(tensor.name for part, tensor in found.items() if part in FULL_PARTS)
         text = f"{key} is a full weight, and the file holds no delta: it is a checkpoint, not a LoRA"
         yield _fault(location, "unsupported", key, text)

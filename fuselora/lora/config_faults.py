@@ -16,6 +16,7 @@ from fuselora.kinds.settings import owner
 from fuselora.lora.config import Document, config_of, network_of, peft_type
 from fuselora.lora.grammar import spellings
 from fuselora.lora.scale import BadAlpha
+from fuselora.plural import many
 
 if TYPE_CHECKING:
     from fuselora.lora.adapter import Module
@@ -63,13 +64,20 @@ class Stated:
         return tuple(item for item in listed if isinstance(item, str))
 
 
+def type_fault(where: str, document: Document, path: str) -> Fault | None:
+    """A method that is not fused. Of its tensors nothing else can be said: their names are that method's."""
+    kind = peft_type(document)
+    if kind in KINDS_OF:
+        return None
+    text = f"is an adapter of type {kind}, which fuselora does not fuse (by its {where})"
+    hint = f"It fuses {', '.join(list(KINDS_OF)[:-1])} and {list(KINDS_OF)[-1]}."
+    return Fault("unsupported", text, path=path, key="peft_type", hint=hint)
+
+
 def config_faults(stated: Stated, path: str) -> Iterator[Fault]:
     """Every disagreement; ``path`` is the LoRA's name."""
-    kind = peft_type(stated.document)
-    if kind not in KINDS_OF:
-        text = f"is an adapter of type {kind}, which fuselora does not fuse"
-        yield _fault(stated, path, "unsupported", "peft_type", text)
-        return
+    if peft_type(stated.document) not in KINDS_OF:
+        return  # ``type_fault``
     for check in (
         _unfused, _changed_base, _other_kinds, _ranks, _magnitudes, _pair_biases, _saved_modules, _parameters,
     ):  # fmt: skip
@@ -106,7 +114,7 @@ def _other_kinds(stated: Stated) -> Iterator[Row]:
     for other, kinds in KINDS_OF.items():
         found = [m for m in stated.modules if any(kind.name in kinds for kind in m.kinds)]
         if other != own and found:
-            text = f"says {own}, and {len(found)} modules are {other}, such as {found[0].name}"
+            text = f"says {own}, and {many(len(found), 'module')} of {other}, such as {found[0].name}"
             yield "config", "peft_type", text, REPAIR
 
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from fuselora.kinds import KINDS, Part, Suffix
 from fuselora.kinds.kind import ALPHAS
 from fuselora.kinds.replacement import FULL_PARTS
-from fuselora.text_encoders import COMFY_ENCODERS, KOHYA_ENCODERS, TEXT_ENCODERS
+from fuselora.text_encoders import COMFY_ENCODERS, CONNECTORS, KOHYA_ENCODERS, TEXT_ENCODERS
 
 # what changes whatever else its module holds
 MODIFIERS = (
@@ -53,6 +53,7 @@ COMPONENT_PREFIXES: dict[str, str] = {
     "transformer_2.": "transformer_2",
     **{f"{encoder}.": encoder for encoder in TEXT_ENCODERS},
     **{f"text_encoders.{encoder}.": encoder for encoder in COMFY_ENCODERS},
+    "text_embedding_projection.": CONNECTORS,
 }
 # A prefix and what stands for a dot after it.
 DOT_PREFIXES: dict[str, str] = {"lora___lorahyphen___": "___lorahyphen___"}

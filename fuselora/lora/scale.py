@@ -84,6 +84,8 @@ def finite(value: float | str) -> float:
         number = float(value)
     except (TypeError, ValueError):
         raise BadAlpha(f"alpha {value!r} is not a number") from None
+    except OverflowError:
+        raise BadAlpha("alpha is a number too large for a float") from None
     if not math.isfinite(number):
         raise BadAlpha(f"alpha is {number}, not a finite number")
     return number

@@ -143,7 +143,7 @@ def test_B19_a_fused_base_and_the_same_lora(strength: str, container: str, tmp_p
     refuse(base, f"{lora}{strength}", says=(base.name, "already fused"), out=tmp_path / "out")
     said = refuse(base, f"{lora}{strength}", says=("fused",), out=tmp_path / "out", options=STACK)
     if container != "component":
-        assert "x.safetensors is already fused into transformer" in said
+        assert "x.safetensors: is already fused into transformer" in said
 
 
 @pytest.mark.parametrize("how", COPIES)
@@ -472,7 +472,7 @@ def test_B58_the_marker_says_what_changed_and_by_what(tmp_path: Path) -> None:
 def test_B58_the_terminal_says_it_too(tmp_path: Path) -> None:
     said = two_fused(tmp_path).run.stdout
     assert "first.safetensors on transformer, strength 0.5: 2 modules" in said
-    assert "second.safetensors on transformer, strength -1: 1 modules" in said
+    assert "second.safetensors on transformer, strength -1: 1 module (1 pair)" in said
     assert "scale 0.25 = strength * alpha 2 / rank 4 (alpha from the file's tensors)" in said
     assert "scale -0.5 = strength * alpha 1 / rank 2 (alpha from the file's metadata)" in said
 

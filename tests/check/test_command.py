@@ -81,6 +81,40 @@ def test_exit_1_for_a_lora_that_is_in_it(
     ]
 
 
+def test_the_globs_of_blocks_are_said(out: Path, lora: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = [{"glob": "*.ffn", "strength": 0.5}, {"glob": "blocks.0", "strength": 0}]
+    store(out, changed(load(out), "loras.0.blocks", blocks))
+    code, text, _ = said(capsys, out)
+    assert code == 0
+    assert "  holds lora.safetensors on transformer, strength 1, --blocks *.ffn=0.5, blocks.0=0\n" in text
+    code, text, _ = said(capsys, out, "--lora", lora, "--json")
+    assert (code, json.loads(text)["holds"][0]["blocks"]) == (1, blocks)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "strength"),
+    [("strength", 0, "0"), ("applied", {"pairs": 0, "diff": 0, "diff_b": 0, "replace": 0}, "1")],
+)
+def test_a_lora_of_which_nothing_was_added_may_be_served(
+    out: Path, lora: Path, capsys: pytest.CaptureFixture[str], field: str, value: object, strength: str
+) -> None:
+    store(out, changed(load(out), f"loras.0.{field}", value))
+    code, text, _ = said(capsys, out, "--lora", lora)
+    policy = "distill_lora refuse, dynamic_lora allow"
+    assert (code, text.splitlines()) == (
+        0,
+        [
+            f"{out}: fused and whole",
+            f"  holds lora.safetensors on transformer, strength {strength}, nothing of it added",
+            f"  {lora}: is listed, on transformer as lora.safetensors, and nothing of it was added; "
+            f"the policy for other LoRAs: {policy}",
+        ],
+    )
+    _, text, _ = said(capsys, out, "--lora", lora, "--json")
+    (asked,) = json.loads(text)["loras"]
+    assert (asked["already_fused"], [one["name"] for one in asked["nothing_added"]]) == ([], [lora.name])
+
+
 def test_exit_1_for_what_is_not_whole(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (out / CONFIG).unlink()
     code, text, error = said(capsys, out)
@@ -180,14 +214,13 @@ def test_json(out: Path, lora: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (finding["code"], finding["path"]) == ("content", CONFIG)
     assert finding["hint"].startswith("Copy the whole folder again")
     held = {
-        "name": "lora.safetensors", "component": "transformer", "strength": 1.0,
+        "name": "lora.safetensors", "component": "transformer", "strength": 1.0, "blocks": [],
         "content_sha256": content_sha256(lora),
     }  # fmt: skip
     assert report["holds"] == [held]
     assert report["policy"] == {"distill_lora": "refuse", "dynamic_lora": "allow"}
-    assert report["loras"] == [
-        {"path": str(lora), "content_sha256": content_sha256(lora), "already_fused": [held]}
-    ]
+    asked = {"path": str(lora), "content_sha256": content_sha256(lora)}
+    assert report["loras"] == [{**asked, "already_fused": [held], "nothing_added": []}]
 
 
 def test_the_loras_that_are_held_are_listed_without_asking(

@@ -17,6 +17,7 @@ from fuselora.families.hunyuan_video import HUNYUAN_VIDEO
 from fuselora.families.ltx2 import LTX_2
 from fuselora.families.ltx_video import LTX_VIDEO
 from fuselora.families.minimax_h3 import MINIMAX_H3
+from fuselora.families.sd import SD
 from fuselora.families.sd3 import SD3
 from fuselora.families.sdxl import SDXL
 from fuselora.families.z_image import Z_IMAGE
@@ -29,7 +30,7 @@ Tensors = Mapping[str, torch.Tensor]
 converters: Any = single_file_utils  # without annotations
 unet: Any = diffusers.UNet2DConditionModel
 SHOWN = 8  # columns of a weight that are kept; converters look at rows alone
-SDXL_PREFIX = "model.diffusion_model."
+SGM_PREFIX = "model.diffusion_model."
 
 
 @dataclass(frozen=True)
@@ -61,17 +62,22 @@ def _h3(order: str) -> Callable[[dict[str, torch.Tensor]], Tensors]:
     return lambda tensors: convert(tensors, config, order)
 
 
-def _sdxl(tensors: dict[str, torch.Tensor]) -> Tensors:
-    found: Tensors = converters.convert_ldm_unet_checkpoint(
-        {SDXL_PREFIX + name: tensor for name, tensor in tensors.items()}, listings.config("sdxl-base-unet")
-    )
-    return found
+def _unet(model: Callable[[], torch.nn.Module]) -> Callable[[dict[str, torch.Tensor]], Tensors]:
+    def convert(tensors: dict[str, torch.Tensor]) -> Tensors:
+        with torch.device("meta"):
+            config = dict(model().config)  # type: ignore[arg-type]
+        prefixed = {SGM_PREFIX + name: tensor for name, tensor in tensors.items()}
+        found: Tensors = converters.convert_ldm_unet_checkpoint(prefixed, config)
+        return found
+
+    return convert
 
 
-def _sdxl_model() -> torch.nn.Module:
+def _sdxl() -> torch.nn.Module:
     return unet.from_config(listings.config("sdxl-base-unet"))  # type: ignore[no-any-return]
 
 
+_sd = _class("UNet2DConditionModel", cross_attention_dim=768)  # the defaults are Stable Diffusion 1's
 H3 = _class("MiniMaxH3Transformer3DModel", num_layers=1, num_refiner_layers=1)
 MODELS = {
     "flux.1": Model(
@@ -110,7 +116,8 @@ MODELS = {
         ),
         converters.convert_sd3_transformer_checkpoint_to_diffusers,
     ),
-    "sdxl": Model(SDXL, "sgm", _sdxl_model, _sdxl),
+    "sd": Model(SD, "sgm", _sd, _unet(_sd)),
+    "sdxl": Model(SDXL, "sgm", _sdxl, _unet(_sdxl)),
     "hunyuan-video": Model(
         HUNYUAN_VIDEO,
         "native",

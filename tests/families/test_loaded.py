@@ -136,6 +136,16 @@ SMALL = {
             "pooled_projections": noise(1, 20), "timestep": ONE,
         },
     ),
+    "sd": Small(
+        "sd",
+        "UNet2DConditionModel",
+        {
+            "sample_size": 16, "block_out_channels": (8, 16, 16, 16), "norm_num_groups": 4,
+            "attention_head_dim": 2, "cross_attention_dim": 24,
+        },
+        lambda: {"sample": noise(1, 4, 16, 16), "timestep": 5, "encoder_hidden_states": noise(1, 3, 24)},
+        folder="unet",
+    ),
     "sdxl": Small(
         "sdxl",
         "UNet2DConditionModel",

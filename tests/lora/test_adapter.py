@@ -169,6 +169,11 @@ def test_full_weights_alone_are_no_lora(tmp_path: Path) -> None:
     assert "it is a checkpoint, not a LoRA" in adapter.faults[0].message
 
 
+def test_full_weights_beside_a_key_that_nobody_knows_may_be_part_of_a_lora(tmp_path: Path) -> None:
+    adapter = opened(tmp_path, tensor("q.weight", 4, 4), tensor("q.hra_u", 4, 2))
+    assert said(adapter) == [("unknown_key", "q.hra_u")]
+
+
 def test_full_weights_beside_a_pair_are_parts_of_it(tmp_path: Path) -> None:
     adapter = opened(tmp_path, *pair("q"), tensor("proj_out.weight", 4, 4))
     assert adapter.faults == ()

@@ -58,7 +58,20 @@ def test_every_type_of_peft_is_fused_or_refused_by_its_name(tmp_path: Path, kind
 
 @pytest.mark.parametrize("kind", ["", 3, ["LORA"], "FUTURE"])
 def test_a_type_that_is_unknown(tmp_path: Path, kind: object) -> None:
-    assert said(tmp_path, peft_type=kind) == [("unsupported", "peft_type")]
+    (fault,) = faults(tmp_path, peft_type=kind)
+    assert (fault.kind, fault.key) == ("unsupported", "peft_type")
+
+
+def test_of_a_type_that_is_not_fused_nothing_but_that_is_said(tmp_path: Path) -> None:
+    specs = [tensor("base_model.model.q.vera_lambda_b", 4), tensor("base_model.vera_A", 2, 4), WEIGHT]
+    found = faults(tmp_path, [*specs, *Q], peft_type="VERA", r=3, lora_alpha="many", modules_to_save=["x"])
+    assert [fault.message for fault in found] == [
+        "is an adapter of type VERA, which fuselora does not fuse (by its adapter_config.json)"
+    ]
+    assert (found[0].path, found[0].hint) == (
+        "adapter_model.safetensors",
+        "It fuses LORA, LOHA, LOKR, IA3, OFT and BOFT.",
+    )
 
 
 @pytest.mark.parametrize("kind", ["LORA", "lora", None])
@@ -69,7 +82,7 @@ def test_a_lora_is_a_lora(tmp_path: Path, kind: str | None) -> None:
 def test_tensors_of_another_type(tmp_path: Path) -> None:
     (fault,) = faults(tmp_path, peft_type="LOHA", alpha=2)
     assert (fault.kind, fault.key) == ("config", "peft_type")
-    assert "says LOHA, and 1 modules are LORA, such as base_model.model.q" in fault.message
+    assert "says LOHA, and 1 module of LORA, such as base_model.model.q" in fault.message
     assert said(tmp_path, LOHA, peft_type="LOHA", alpha=2) == []
     assert said(tmp_path, LOHA) == [("config", "peft_type")]
 
@@ -207,6 +220,7 @@ def test_a_header_is_held_to_its_word_too(tmp_path: Path) -> None:
         ("config", "transformer_2.k"),
     ]
     assert in_header(tmp_path, q, modules_to_save=["head"]) == [("config", "head")]
+    assert in_header(tmp_path, q, peft_type="HRA", r=4) == [("unsupported", "peft_type")]
 
 
 def test_diffusers_saves_whole_weights_that_no_configuration_names(tmp_path: Path) -> None:

@@ -108,6 +108,15 @@ def test_renamed_and_rewritten_copies_are_recognised(pair: Pair, tmp_path: Path)
     assert "again.safetensors is low.safetensors on transformer_2" in refused.value.message
 
 
+def test_a_listed_lora_of_which_nothing_was_added_is_another_one(pair: Pair, tmp_path: Path) -> None:
+    loras = [f"high={pair.high}", f"low={pair.low}:0"]
+    held = marker(merge(pair.base, loras, tmp_path / "none", digest=False).out)
+    line = decide(held, start(pair.low, fuses=False)).line
+    assert "low.safetensors on transformer_2, strength 0, nothing of it added; its policy lets " in line
+    with pytest.raises(AlreadyFused, match="distill_lora in the policy"):
+        decide(held, start(pair.low))
+
+
 def test_one_listed_lora_among_others_refuses_all(pair: Pair, out: Path, other: Path) -> None:
     allowing = policy(out, {"distill_lora": "allow", "dynamic_lora": "allow"})
     with pytest.raises(AlreadyFused) as refused:
