@@ -28,9 +28,12 @@ def with_blocks(matching: Matching, blocks: Sequence[BlockSpec]) -> Matching:
     weighed = [replace(hit, block=_factor(hit, mine)) for hit in matching.hits]
     hits = tuple(hit for hit in weighed if hit.block != 0)
     kept = {hit.module.name for hit in hits}
-    left_out = {hit.module.name: hit for hit in weighed if hit.module.name not in kept}
-    skips = (Skip(hit.module, _reason(hit, mine), asked=True) for hit in left_out.values())
-    return replace(matching, hits=hits, skipped=(*matching.skipped, *skips))
+    left_out: dict[tuple[str, str], Skip] = {}
+    for hit in (hit for hit in weighed if hit.block == 0):
+        part = f"{hit.base_key}: " if hit.module.name in kept else ""
+        skip = Skip(hit.module, part + _reason(hit, mine), asked=True)
+        left_out.setdefault((hit.module.name, part), skip)
+    return replace(matching, hits=hits, skipped=(*matching.skipped, *left_out.values()))
 
 
 def unused_blocks(matchings: Sequence[Matching], blocks: Sequence[BlockSpec]) -> Iterator[Fault]:

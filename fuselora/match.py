@@ -140,6 +140,7 @@ def match(assignment: Assignment, family: Family | None, layout: Layout | None) 
     skipped, unmatched = _explain(homeless, assignment.component, family, layout)
     hits = [widened(hit, assignment.component, family, layout) for hit in hits]
     faults += _shape_faults(assignment, hits) + _double_faults(assignment, hits)
+    faults += _stray_alphas(assignment, modules)
     notices = tuple(_orphan_notices(assignment, modules))
     return Matching(assignment, tuple(hits), skipped, unmatched, tuple(faults), notices)
 
@@ -393,6 +394,16 @@ def _overlap(one: Runs, two: Runs) -> bool:
     if not one or not two:
         return True
     return any(a.first < b.first + b.n and b.first < a.first + a.n for a in one for b in two)
+
+
+def _stray_alphas(assignment: Assignment, modules: Sequence[Module]) -> Iterator[Fault]:
+    """An alpha whose module has its factors under another spelling would be lost."""
+    scaled = {plain_name(m.name): m.name for m in modules if any(k.uses_alpha for k in m.kinds)}
+    for module in modules:
+        owner_name = scaled.get(plain_name(module.name))
+        if module.parts.keys() <= ALPHAS and owner_name:
+            text = f"{module.name}: an alpha for {owner_name}, which is spelled otherwise in the same file"
+            yield Fault("alpha", text, path=assignment.adapter.name, key=module.name)
 
 
 def _orphan_notices(assignment: Assignment, modules: Sequence[Module]) -> Iterator[Notice]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import errno
 import itertools
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -137,6 +138,9 @@ def _local_lora(path: Path) -> tuple[Path, Path | None]:
         path /= adapter_weights(_names(path), str(path))
     config = path.with_name(ADAPTER_CONFIG)
     belongs = is_adapter or path.name in CONFIGURED
+    if belongs and os.path.lexists(config) and not config.is_file():
+        hint = "It says how the adapter is scaled: restore it, or remove it if there is none."
+        raise InputError(f"{config}: is no file that can be read", hint=hint, path=str(config))
     return path, config if belongs and config.is_file() else None
 
 

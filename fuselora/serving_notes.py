@@ -201,9 +201,9 @@ def _of_loras(checkpoint: Checkpoint, matchings: Sequence[Matching]) -> Iterator
 def _phase_notices(checkpoint: Checkpoint, matchings: Sequence[Matching]) -> Iterator[Notice]:
     """A LoRA that a pipeline has in one of its phases only is in all of them once it is fused."""
     for matching in matchings:
-        adapter = matching.assignment.adapter
+        adapter, component = matching.assignment.adapter, matching.assignment.component
         phase = sampling_of(adapter, checkpoint.family).phase
-        if phase and matching.assignment.strength != 0:
+        if phase and matching.assignment.strength != 0 and not component.is_text_encoder:
             changes = "fused, it acts in every phase: keep the base for the others"
             text = f"{adapter.name}: is published for one phase of the pipeline alone, {phase}; {changes}"
             yield Notice("phase", text, {"lora": adapter.name, "phase": phase})

@@ -1,7 +1,7 @@
 """A pipeline's text encoders: what LoRA keys call them, and which one a name means. Standard library only.
 
 kohya's trainers number them, in the pipeline's order; ComfyUI's names say their type, which config.json
-tells.
+tells. LTX-2's text connectors count as one, which no trainer numbers.
 """
 
 from __future__ import annotations

@@ -79,7 +79,8 @@ def config_faults(stated: Stated, path: str) -> Iterator[Fault]:
     if peft_type(stated.document) not in KINDS_OF:
         return  # ``type_fault``
     for check in (
-        _unfused, _changed_base, _other_kinds, _ranks, _magnitudes, _pair_biases, _saved_modules, _parameters,
+        _types, _unfused, _changed_base, _other_kinds, _ranks, _magnitudes, _pair_biases, _saved_modules,
+        _parameters,
     ):  # fmt: skip
         for code, key, text, hint in check(stated):
             yield _fault(stated, path, code, key, text, hint)
@@ -87,6 +88,30 @@ def config_faults(stated: Stated, path: str) -> Iterator[Fault]:
 
 Row = tuple[str, str, str, str | None]
 REPAIR = "Restore the file or its adapter_config.json: the two were not saved together."
+
+
+# settings that are read, by the type that each must have
+SWITCHES = (
+    "use_rslora", "use_dora", "lora_bias", "fan_in_fan_out", "block_share", "coft", "use_cayley_neumann",
+)  # fmt: skip
+PATTERNS = ("rank_pattern", "alpha_pattern")
+LISTS = ("modules_to_save", "target_parameters", "feedforward_modules")
+
+
+def _types(stated: Stated) -> Iterator[Row]:
+    """A setting of another type would count as if it were not there."""
+    wanted: dict[str, tuple[tuple[type, ...], str]] = {
+        **dict.fromkeys(SWITCHES, ((bool,), "true or false")),
+        **dict.fromkeys(PATTERNS, ((dict,), "an object")),
+        **dict.fromkeys(LISTS, ((list, str), "a list")),
+    }
+    unread = () if peft_type(stated.document) == "LORA" else STORAGE_CONFIG
+    for key, (types, words) in wanted.items():
+        value = stated.document.get(key)
+        if value is not None and type(value) not in types and key not in unread:
+            yield "config", key, f"says {key} {value!r}, which is not {words}", None
+    if isinstance(stated.document.get("lora_alpha"), bool):
+        yield "config", "lora_alpha", "says a lora_alpha that is no number", None
 
 
 def _unfused(stated: Stated) -> Iterator[Row]:

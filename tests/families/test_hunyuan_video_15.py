@@ -137,7 +137,7 @@ def test_the_step_distilled_lora_s_modules_on_a_diffusers_folder(tmp_path: Path)
 
 def run(model: Any) -> torch.Tensor:
     given = {
-        "hidden_states": small.noise(1, 9, 1, 4, 4), "timestep": torch.tensor([5]),
+        "hidden_states": small.noise(1, 9, 1, 4, 4), "timestep": torch.tensor([5.0]),
         "encoder_hidden_states": small.noise(1, 3, 24), "encoder_attention_mask": torch.ones(1, 3),
         "encoder_hidden_states_2": small.noise(1, 2, 20), "encoder_attention_mask_2": torch.ones(1, 2),
         "image_embeds": small.noise(1, 2, 28),

@@ -254,3 +254,20 @@ def test_a_full_lokr_under_rs_lora_has_two_scales(tmp_path: Path) -> None:
     assert kohya(tmp_path, full, rs_lora="True") == [("unsupported", "q")]
     assert kohya(tmp_path, full) == []
     assert kohya(tmp_path, pair("q"), rs_lora="True") == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("use_rslora", 1),
+        ("fan_in_fan_out", "true"),
+        ("use_dora", 1),
+        ("lora_bias", 1),
+        ("alpha_pattern", ["q"]),
+        ("rank_pattern", [4]),
+        ("modules_to_save", 7),
+        ("lora_alpha", True),
+    ],
+)
+def test_a_setting_of_another_type_never_counts_as_off(tmp_path: Path, setting: str, value: object) -> None:
+    assert ("config", setting) in said(tmp_path, pair("blocks.0.q"), **{setting: value})
