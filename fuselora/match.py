@@ -15,7 +15,7 @@ from fuselora.checkpoint import Component
 from fuselora.errors import Fault, Notice
 from fuselora.families import Family, Layout, SkipRule
 from fuselora.families.runs import Runs
-from fuselora.header import TensorInfo
+from fuselora.header import DTYPE_NAMES, TensorInfo
 from fuselora.kinds import BadParts, Kind, Part, fits
 from fuselora.kinds.dora import by_columns, check_magnitude
 from fuselora.kinds.experts import PAIR, PARTS, fits_parameter, of_parameter
@@ -29,7 +29,7 @@ from fuselora.targets import Assignment, named_component
 from fuselora.text_encoders import MEANINGS, ties_head
 from fuselora.widening import widened
 
-FUSABLE = frozenset({"F32", "BF16", "F16"})
+FUSABLE = frozenset(DTYPE_NAMES)
 HEAD = re.compile(r"(?:^|[._])lm_head$")
 OTHER_SIZE = "The LoRA was made for another size or variant of this model."
 TIED = "the head is tied to the embedding (tie_word_embeddings in config.json): it has no weight of its own"

@@ -195,10 +195,6 @@ class PlacedHit:
     homes: Mapping[str, Header]
     strength: float
 
-    @property
-    def scale(self) -> float:
-        return self.hit.scale(self.strength)
-
     def delta(self, columns: int) -> Delta:
         """On a tensor of so many columns."""
         factors = {part: self._factor(tensor) for part, tensor in self.hit.parts.items()}

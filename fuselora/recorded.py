@@ -16,7 +16,7 @@ from fuselora.block_strengths import with_blocks
 from fuselora.fields import Fields
 from fuselora.kinds import Kind
 from fuselora.kinds.kind import ALPHAS
-from fuselora.kinds.settings import Settings
+from fuselora.kinds.settings import UNSAID, Settings
 from fuselora.lora.adapter import open_adapter
 from fuselora.marker import FILE_NAME, LoraRecord
 from fuselora.match import Matching, match, plain_name
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 CONFIGURED = ("adapter_config", "metadata")
 # sources that are numbers in the file
 STORED = ("tensor", "rs_lora", "alpha_scale")
-
-UNSAID = Settings()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,14 @@ which the tests hold every row against.
 from __future__ import annotations
 
 from fuselora.families.family import Family
-from fuselora.families.flux1 import BLOCK_ROWS, MEASURES, OWN_ROWS
+from fuselora.families.flux1 import BLOCK_ROWS, MEASURES, OWN_ROWS, embedder
 from fuselora.families.kin import Branch, Kin, SkipRule
 from fuselora.families.renames import Renames, Row, Rows, canonical_names
 
 APPROXIMATOR = "distilled_guidance_layer"
 ROWS: Rows = (
     *BLOCK_ROWS,
-    (f"{APPROXIMATOR}.layers.{{n}}.in_layer", f"{APPROXIMATOR}.layers.{{n}}.linear_1"),
-    (f"{APPROXIMATOR}.layers.{{n}}.out_layer", f"{APPROXIMATOR}.layers.{{n}}.linear_2"),
+    *embedder(f"{APPROXIMATOR}.layers.{{n}}", f"{APPROXIMATOR}.layers.{{n}}"),
     (f"{APPROXIMATOR}.norms.{{n}}.scale", f"{APPROXIMATOR}.norms.{{n}}.weight"),
 )
 SAME = frozenset({f"{APPROXIMATOR}.in_proj", f"{APPROXIMATOR}.out_proj"})

@@ -159,10 +159,6 @@ class Family:
         """A tensor or module name of ``layout`` as ``to`` spells it."""
         return self.spelled_in(self.canonical_name(name, layout), to)
 
-    def only_renames(self, layout: Layout) -> bool:
-        """Whether tensors of ``layout`` differ from the canonical ones in name alone."""
-        return layout == self.canonical or all(row.is_plain for row in self.layouts[layout].rows)
-
     def dotted(self, flat: str) -> str | None:
         """A name in which every dot became an underscore, as a canonical pattern or a row spells it."""
         if found := self._dotted_canonical(flat):

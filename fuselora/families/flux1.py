@@ -17,8 +17,15 @@ THEIR_DOUBLE, THEIR_SINGLE = "double_blocks.{n}", "single_blocks.{n}"
 QKV = tuple(f"{DOUBLE}.attn.{name}" for name in ("to_q", "to_k", "to_v"))
 ADDED_QKV = tuple(f"{DOUBLE}.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj"))
 SINGLE_QKV = tuple(f"{SINGLE}.attn.{name}" for name in ("to_q", "to_k", "to_v"))
-# what Chroma has as well
-BLOCK_ROWS: Rows = (
+
+
+def embedder(theirs: str, ours: str) -> Rows:
+    """The two linear layers of an embedder, which Chroma's approximator is made of too."""
+    return ((f"{theirs}.in_layer", f"{ours}.linear_1"), (f"{theirs}.out_layer", f"{ours}.linear_2"))
+
+
+# what FLUX.2 and Chroma have as well
+SHARED_ROWS: Rows = (
     split(f"{THEIR_DOUBLE}.img_attn.qkv", *QKV),
     split(f"{THEIR_DOUBLE}.txt_attn.qkv", *ADDED_QKV),
     (f"{THEIR_DOUBLE}.img_attn.proj", f"{DOUBLE}.attn.to_out.0"),
@@ -27,34 +34,33 @@ BLOCK_ROWS: Rows = (
     (f"{THEIR_DOUBLE}.img_attn.norm.key_norm.scale", f"{DOUBLE}.attn.norm_k.weight"),
     (f"{THEIR_DOUBLE}.txt_attn.norm.query_norm.scale", f"{DOUBLE}.attn.norm_added_q.weight"),
     (f"{THEIR_DOUBLE}.txt_attn.norm.key_norm.scale", f"{DOUBLE}.attn.norm_added_k.weight"),
-    (f"{THEIR_DOUBLE}.img_mlp.0", f"{DOUBLE}.ff.net.0.proj"),
-    (f"{THEIR_DOUBLE}.img_mlp.2", f"{DOUBLE}.ff.net.2"),
-    (f"{THEIR_DOUBLE}.txt_mlp.0", f"{DOUBLE}.ff_context.net.0.proj"),
-    (f"{THEIR_DOUBLE}.txt_mlp.2", f"{DOUBLE}.ff_context.net.2"),
-    split(f"{THEIR_SINGLE}.linear1", *SINGLE_QKV, f"{SINGLE}.proj_mlp", sizes=square_then_rest),
-    (f"{THEIR_SINGLE}.linear2", f"{SINGLE}.proj_out"),
     (f"{THEIR_SINGLE}.norm.query_norm.scale", f"{SINGLE}.attn.norm_q.weight"),
     (f"{THEIR_SINGLE}.norm.key_norm.scale", f"{SINGLE}.attn.norm_k.weight"),
     ("img_in", "x_embedder"),
     ("txt_in", "context_embedder"),
     ("final_layer.linear", "proj_out"),
 )
+# what Chroma has as well
+BLOCK_ROWS: Rows = (
+    *SHARED_ROWS,
+    (f"{THEIR_DOUBLE}.img_mlp.0", f"{DOUBLE}.ff.net.0.proj"),
+    (f"{THEIR_DOUBLE}.img_mlp.2", f"{DOUBLE}.ff.net.2"),
+    (f"{THEIR_DOUBLE}.txt_mlp.0", f"{DOUBLE}.ff_context.net.0.proj"),
+    (f"{THEIR_DOUBLE}.txt_mlp.2", f"{DOUBLE}.ff_context.net.2"),
+    split(f"{THEIR_SINGLE}.linear1", *SINGLE_QKV, f"{SINGLE}.proj_mlp", sizes=square_then_rest),
+    (f"{THEIR_SINGLE}.linear2", f"{SINGLE}.proj_out"),
+)
+# shift and scale there, scale and shift here
+LAST_MODULATION = swap("final_layer.adaLN_modulation.1", "norm_out.linear")
 EMBEDDER = "time_text_embed"
 OWN_ROWS: Rows = (
-    *(
-        (f"{theirs}.{layer}", f"{EMBEDDER}.{ours}.{linear}")
-        for theirs, ours in (
-            ("time_in", "timestep_embedder"),
-            ("guidance_in", "guidance_embedder"),
-            ("vector_in", "text_embedder"),
-        )
-        for layer, linear in (("in_layer", "linear_1"), ("out_layer", "linear_2"))
-    ),
+    *embedder("time_in", f"{EMBEDDER}.timestep_embedder"),
+    *embedder("guidance_in", f"{EMBEDDER}.guidance_embedder"),
+    *embedder("vector_in", f"{EMBEDDER}.text_embedder"),
     (f"{THEIR_DOUBLE}.img_mod.lin", f"{DOUBLE}.norm1.linear"),
     (f"{THEIR_DOUBLE}.txt_mod.lin", f"{DOUBLE}.norm1_context.linear"),
     (f"{THEIR_SINGLE}.modulation.lin", f"{SINGLE}.norm.linear"),
-    # shift and scale there, scale and shift here
-    swap("final_layer.adaLN_modulation.1", "norm_out.linear"),
+    LAST_MODULATION,
 )
 # ``qkv_lora1`` is of the image's attention, ``qkv_lora2`` of the text's; of a single block q, k and v alone
 XLABS_ROWS = (

@@ -10,32 +10,29 @@ from __future__ import annotations
 
 from fuselora.families.family import Family
 from fuselora.families.few_step import FewStep
-from fuselora.families.flux1 import ADDED_QKV, DOUBLE, QKV, SINGLE, THEIR_DOUBLE, THEIR_SINGLE
+from fuselora.families.flux1 import (
+    ADDED_QKV,
+    DOUBLE,
+    LAST_MODULATION,
+    QKV,
+    SHARED_ROWS,
+    SINGLE,
+    THEIR_DOUBLE,
+    THEIR_SINGLE,
+    embedder,
+)
 from fuselora.families.kin import Branch, Kin, Measure
-from fuselora.families.renames import Renames, Rows, canonical_names, split, swap
+from fuselora.families.renames import Renames, Rows, canonical_names
 
 EMBEDDER = "time_guidance_embed"
 ROWS: Rows = (
-    *(
-        (f"{theirs}.{layer}", f"{EMBEDDER}.{ours}.{linear}")
-        for theirs, ours in (("time_in", "timestep_embedder"), ("guidance_in", "guidance_embedder"))
-        for layer, linear in (("in_layer", "linear_1"), ("out_layer", "linear_2"))
-    ),
-    ("img_in", "x_embedder"),
-    ("txt_in", "context_embedder"),
+    *SHARED_ROWS,
+    *embedder("time_in", f"{EMBEDDER}.timestep_embedder"),
+    *embedder("guidance_in", f"{EMBEDDER}.guidance_embedder"),
     ("double_stream_modulation_img.lin", "double_stream_modulation_img.linear"),
     ("double_stream_modulation_txt.lin", "double_stream_modulation_txt.linear"),
     ("single_stream_modulation.lin", "single_stream_modulation.linear"),
-    ("final_layer.linear", "proj_out"),
-    swap("final_layer.adaLN_modulation.1", "norm_out.linear"),
-    split(f"{THEIR_DOUBLE}.img_attn.qkv", *QKV),
-    split(f"{THEIR_DOUBLE}.txt_attn.qkv", *ADDED_QKV),
-    (f"{THEIR_DOUBLE}.img_attn.proj", f"{DOUBLE}.attn.to_out.0"),
-    (f"{THEIR_DOUBLE}.txt_attn.proj", f"{DOUBLE}.attn.to_add_out"),
-    (f"{THEIR_DOUBLE}.img_attn.norm.query_norm.scale", f"{DOUBLE}.attn.norm_q.weight"),
-    (f"{THEIR_DOUBLE}.img_attn.norm.key_norm.scale", f"{DOUBLE}.attn.norm_k.weight"),
-    (f"{THEIR_DOUBLE}.txt_attn.norm.query_norm.scale", f"{DOUBLE}.attn.norm_added_q.weight"),
-    (f"{THEIR_DOUBLE}.txt_attn.norm.key_norm.scale", f"{DOUBLE}.attn.norm_added_k.weight"),
+    LAST_MODULATION,
     (f"{THEIR_DOUBLE}.img_mlp.0", f"{DOUBLE}.ff.linear_in"),
     (f"{THEIR_DOUBLE}.img_mlp.2", f"{DOUBLE}.ff.linear_out"),
     (f"{THEIR_DOUBLE}.txt_mlp.0", f"{DOUBLE}.ff_context.linear_in"),
@@ -43,8 +40,6 @@ ROWS: Rows = (
     # fused in both layouts
     (f"{THEIR_SINGLE}.linear1", f"{SINGLE}.attn.to_qkv_mlp_proj"),
     (f"{THEIR_SINGLE}.linear2", f"{SINGLE}.attn.to_out"),
-    (f"{THEIR_SINGLE}.norm.query_norm.scale", f"{SINGLE}.attn.norm_q.weight"),
-    (f"{THEIR_SINGLE}.norm.key_norm.scale", f"{SINGLE}.attn.norm_k.weight"),
 )
 SHORTENED = tuple(
     (name.replace("transformer_blocks", "sformer_blocks"), name)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from fuselora.kinds.factored import factored_shape, leading
 from fuselora.kinds.kind import BadParts, Kind, Part, Shape, Shapes, Suffix, need
 
-PARTS = ("a1", "a2", "b1", "b2")
 Order = tuple[Part, Part, Part, Part]
 ORDER: Order = ("a1", "a2", "b1", "b2")
 OLD_ORDER: Order = ("a2", "a1", "b2", "b1")
@@ -22,7 +21,7 @@ def glora_order(shapes: Shapes) -> Order:
     """
     found = {shapes[order[1]][0]: order for order in (OLD_ORDER, ORDER) if _agrees(order, shapes)}
     if not found:
-        listed = ", ".join(f"{part} {list(shapes[part])}" for part in PARTS)
+        listed = ", ".join(f"{part} {list(shapes[part])}" for part in ORDER)
         raise BadParts(f"the factors of the GLoRA do not fit each other: {listed}")
     if len(found) < sum(_agrees(order, shapes) for order in (OLD_ORDER, ORDER)):
         raise BadParts(
@@ -64,8 +63,8 @@ def both_zero(zero: frozenset[Part]) -> bool:
 GLORA = Kind(
     name="glora",
     counted="glora",
-    suffixes=tuple(Suffix("GLoRA", part, rf"\.{part}\.weight") for part in PARTS),
-    needs=tuple(need(part) for part in PARTS),
+    suffixes=tuple(Suffix("GLoRA", part, rf"\.{part}\.weight") for part in ORDER),
+    needs=tuple(need(part) for part in ORDER),
     leaves=(".weight",),
     shape=glora_shape,
     rank=glora_rank,

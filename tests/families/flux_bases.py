@@ -11,16 +11,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import diffusers
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from fuselora.pipeline import merge
+from fuselora.verify import verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from fuselora.families import Layout
+
 Tensors = dict[str, torch.Tensor]
+LAYOUTS: tuple[Layout, Layout] = ("native", "diffusers")
+in_each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 classes: Any = diffusers  # without annotations
 DIM, TEXT, CHANNELS, RANK = 32, 24, 4, 6
 SMALL = {
@@ -292,3 +298,28 @@ def predicted(base: Base, folder: Path) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model.eval()(**base.inputs(), return_dict=False)[0]
     return found
+
+
+def assert_all_land(folder: Path, base: Base, layout: str, lora: Lora) -> None:
+    """Every delta of a LoRA is where it belongs, and nothing else has changed."""
+    assert largest_difference(merged(folder, base, layout, lora.path), summed(base, lora)) < 1e-6
+
+
+def assert_runs_as_another(folder: Path, base: Base, spelling: str) -> None:
+    """The model of a merged folder loads, and makes something finite and different of the same inputs."""
+    lora = write_lora(folder / "lora.safetensors", base, spelling)
+    before = base.write(folder, "diffusers")
+    out = merge(before, [lora.path], folder / "out").out
+    old, new = predicted(base, before), predicted(base, out)
+    assert old.shape == new.shape
+    assert old.isfinite().all()
+    assert new.isfinite().all()
+    assert not torch.allclose(old, new)
+
+
+def assert_verifies(folder: Path, base: Base, layout: str, spelling: str) -> None:
+    lora = write_lora(folder / "lora.safetensors", base, spelling)
+    path = base.write(folder, layout)
+    report = verify(merge(path, [lora.path], folder / "out").out, base=path, loras=[lora.path])
+    assert report.ok, report.findings
+    assert len(report.components) == 1

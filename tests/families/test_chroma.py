@@ -17,16 +17,17 @@ from fuselora.families.flux1 import FLUX1
 from fuselora.families.recognition import family_of
 from fuselora.pipeline import merge, plan
 from fuselora.synth import Spec
-from fuselora.verify import verify
 from tests import listings
 from tests.families.flux_bases import (
     CHROMA_BASE,
     FLUX1_BASE,
     SPELLINGS,
+    assert_all_land,
+    assert_runs_as_another,
+    assert_verifies,
     classes,
+    in_each_layout,
     largest_difference,
-    merged,
-    predicted,
     summed,
     write_lora,
 )
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 
     from fuselora.families import Layout
 
-LAYOUTS: tuple[Layout, Layout] = ("native", "diffusers")
-in_each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 MODELS = ("Chroma1-Base", "Chroma1-HD", "Chroma1-Flash")
 
 
@@ -90,8 +89,7 @@ def test_a_lora_of_what_both_have_is_for_both_and_one_with_modulation_is_flux_s(
 def test_every_linear_layer_in_every_spelling(tmp_path: Path, layout: Layout, spelling: str) -> None:
     lora = write_lora(tmp_path / "lora.safetensors", CHROMA_BASE, spelling)
     assert len(lora.deltas) == (29 if lora.layout == "native" else 43)
-    found = merged(tmp_path, CHROMA_BASE, layout, lora.path)
-    assert largest_difference(found, summed(CHROMA_BASE, lora)) < 1e-6
+    assert_all_land(tmp_path, CHROMA_BASE, layout, lora)
 
 
 @in_each_layout
@@ -128,19 +126,9 @@ def test_a_published_flux_lora_lacks_its_modulation_here(tmp_path: Path, layout:
 
 
 def test_the_merged_model_runs_and_is_another(tmp_path: Path) -> None:
-    lora = write_lora(tmp_path / "lora.safetensors", CHROMA_BASE, "comfyui")
-    base = CHROMA_BASE.write(tmp_path, "diffusers")
-    out = merge(base, [lora.path], tmp_path / "out").out
-    before, after = predicted(CHROMA_BASE, base), predicted(CHROMA_BASE, out)
-    assert before.isfinite().all()
-    assert after.isfinite().all()
-    assert not torch.allclose(before, after)
+    assert_runs_as_another(tmp_path, CHROMA_BASE, "comfyui")
 
 
 @in_each_layout
 def test_the_merged_base_verifies(tmp_path: Path, layout: Layout) -> None:
-    lora = write_lora(tmp_path / "lora.safetensors", CHROMA_BASE, "diffusers")
-    base = CHROMA_BASE.write(tmp_path, layout)
-    out = merge(base, [lora.path], tmp_path / "out").out
-    report = verify(out, base=base, loras=[lora.path])
-    assert report.ok, report.findings
+    assert_verifies(tmp_path, CHROMA_BASE, layout, "diffusers")

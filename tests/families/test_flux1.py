@@ -12,16 +12,18 @@ from safetensors.torch import load_file, save_file
 from fuselora.errors import Refused
 from fuselora.families.flux1 import FLUX1
 from fuselora.pipeline import merge
-from fuselora.verify import verify
 from tests import listings, small
 from tests.families.flux_bases import (
     DIM,
     FLUX1_BASE,
+    LAYOUTS,
     SPELLINGS,
+    assert_all_land,
+    assert_runs_as_another,
+    assert_verifies,
+    in_each_layout,
     largest_difference,
     merged,
-    predicted,
-    summed,
     write_lora,
 )
 
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
 
     from fuselora.families import Layout
 
-LAYOUTS: tuple[Layout, Layout] = ("native", "diffusers")
-in_each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 converters: Any = lora_conversion_utils
 block_diag: Any = torch.block_diag
 GUIDANCE = "time_text_embed.guidance_embedder"
@@ -127,8 +127,7 @@ def test_hyper_s_strength_is_in_its_remark() -> None:
 def test_every_linear_layer_in_every_spelling(tmp_path: Path, layout: Layout, spelling: str) -> None:
     lora = write_lora(tmp_path / "lora.safetensors", FLUX1_BASE, spelling)
     assert len(lora.deltas) == (36 if lora.layout == "native" else 50)
-    found = merged(tmp_path, FLUX1_BASE, layout, lora.path)
-    assert largest_difference(found, summed(FLUX1_BASE, lora)) < 1e-6
+    assert_all_land(tmp_path, FLUX1_BASE, layout, lora)
 
 
 @in_each_layout
@@ -136,8 +135,7 @@ def test_every_linear_layer_in_every_spelling(tmp_path: Path, layout: Layout, sp
 def test_a_part_of_a_fused_layer(tmp_path: Path, layout: Layout, only: str) -> None:
     lora = write_lora(tmp_path / "lora.safetensors", FLUX1_BASE, "diffusers", only)
     assert 2 <= len(lora.deltas) <= 4
-    found = merged(tmp_path, FLUX1_BASE, layout, lora.path)
-    assert largest_difference(found, summed(FLUX1_BASE, lora)) < 1e-6
+    assert_all_land(tmp_path, FLUX1_BASE, layout, lora)
 
 
 @in_each_layout
@@ -207,8 +205,7 @@ def test_the_last_layers_alpha_counts_which_diffusers_drops(tmp_path: Path) -> N
     theirs = converted["proj_out.lora_B.weight"].double() @ converted["proj_out.lora_A.weight"].double()
     ours = lora.deltas["final_layer.linear.weight"]
     assert torch.allclose(theirs, 2 * ours)
-    found = merged(tmp_path, FLUX1_BASE, "diffusers", lora.path)
-    assert largest_difference(found, summed(FLUX1_BASE, lora)) < 1e-6
+    assert_all_land(tmp_path, FLUX1_BASE, "diffusers", lora)
 
 
 @in_each_layout
@@ -231,21 +228,9 @@ def test_a_base_without_guidance_says_what_it_lacks(tmp_path: Path, layout: Layo
 
 
 def test_the_merged_model_runs_and_is_another(tmp_path: Path) -> None:
-    lora = write_lora(tmp_path / "lora.safetensors", FLUX1_BASE, "kohya")
-    base = FLUX1_BASE.write(tmp_path, "diffusers")
-    out = merge(base, [lora.path], tmp_path / "out").out
-    before, after = predicted(FLUX1_BASE, base), predicted(FLUX1_BASE, out)
-    assert before.shape == after.shape
-    assert before.isfinite().all()
-    assert after.isfinite().all()
-    assert not torch.allclose(before, after)
+    assert_runs_as_another(tmp_path, FLUX1_BASE, "kohya")
 
 
 @in_each_layout
 def test_the_merged_base_verifies(tmp_path: Path, layout: Layout) -> None:
-    lora = write_lora(tmp_path / "lora.safetensors", FLUX1_BASE, "comfyui")
-    base = FLUX1_BASE.write(tmp_path, layout)
-    out = merge(base, [lora.path], tmp_path / "out").out
-    report = verify(out, base=base, loras=[lora.path])
-    assert report.ok, report.findings
-    assert len(report.components) == 1
+    assert_verifies(tmp_path, FLUX1_BASE, layout, "comfyui")

@@ -20,8 +20,12 @@ from lycoris.modules.lokr import LokrModule
 from peft import LoHaConfig, LoKrConfig, get_peft_model
 from torch import nn
 
+from tests.cases.builders import save
+from tests.oracle.merges import Tensors, fused
+
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
-Tensors = dict[str, torch.Tensor]
+NAME = "blocks.0.attn1.to_q"
+FLAT = f"lora_unet_{NAME.replace('.', '_')}"
 
 LAYERS: Mapping[str, Callable[[], Layer]] = {
     "linear": lambda: nn.Linear(24, 160, bias=False),
@@ -53,6 +57,12 @@ def lycoris(kind: str, layer: Layer, scalar: float | None = None, **options: Any
     weight = layer.double().weight.detach()
     delta = module.make_weight() if kind == "glora" else module.get_weight(weight.shape) * module.scalar
     return Trained(saved, weight, (weight + delta).detach(), module)
+
+
+def merged(folder: Path, trained: Trained, **options: Any) -> torch.Tensor:
+    """What fuselora makes of what was saved, under kohya's name for the layer; options as of ``fused``."""
+    lora = save(folder / "x.safetensors", {f"{FLAT}.{part}": t for part, t in trained.saved.items()})
+    return fused(folder, {f"{NAME}.weight": trained.weight}, lora, **options)[f"{NAME}.weight"]
 
 
 class Model(nn.Module):

@@ -13,15 +13,12 @@ from lycoris.functional.lokr import diff_weight as lokr_weight
 from lycoris.modules.full import FullModule
 from lycoris.modules.norms import NormModule
 from peft import LoHaConfig, LoKrConfig
-from safetensors.torch import load_file
 from torch import nn
 
-import fuselora
-from tests.cases.builders import WEIGHTS, base_of, fuse, refuse, save
-from tests.oracle.lycoris_side import LAYERS, MODULES, Layer, Tensors, Trained, lycoris, peft
+from tests.cases.builders import base_of, fuse, refuse, save
+from tests.oracle.lycoris_side import FLAT, LAYERS, MODULES, NAME, Layer, Trained, lycoris, merged, peft
+from tests.oracle.merges import Tensors, assert_near
 
-NAME = "blocks.0.attn1.to_q"
-FLAT = f"lora_unet_{NAME.replace('.', '_')}"
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("loha", {"lora_dim": 4}),
     ("loha", {"lora_dim": 4, "use_tucker": True}),
@@ -43,30 +40,6 @@ LOKR_PARTS = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-
-
-def merged(
-    folder: Path,
-    trained: Trained,
-    *,
-    kernel: str = "auto",
-    dtype: torch.dtype = torch.float32,
-    strength: float = 1.0,
-    jobs: int = 1,
-) -> torch.Tensor:
-    """What fuselora makes of what was saved, under kohya's name for the layer."""
-    base = base_of(folder / "base", {f"{NAME}.weight": trained.weight.to(dtype)})
-    lora = save(folder / "x.safetensors", {f"{FLAT}.{part}": t for part, t in trained.saved.items()})
-    out = folder / f"out-{kernel}-{jobs}"
-    fuselora.merge(base=base, loras=[f"{lora}:{strength}"], out=out, kernel=kernel, jobs=jobs)
-    return load_file(out / "transformer" / WEIGHTS)[f"{NAME}.weight"]
-
-
-def assert_near(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Within one unit in the last place, and a float32 sum's slack of the largest value."""
-    unit = torch.finfo(found.dtype).eps * wanted.abs()
-    slack = 2.0**-20 * wanted.abs().max()
-    assert bool(((found.double() - wanted).abs() <= unit + slack).all())
 
 
 @pytest.mark.parametrize("layer", LAYERS)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,16 +16,14 @@ from lycoris.modules.ia3 import IA3Module
 from lycoris.modules.locon import LoConModule
 from lycoris.modules.loha import LohaModule
 from lycoris.modules.lokr import LokrModule
-from safetensors.torch import load_file
 from torch import nn
 
 import fuselora
 from fuselora import steps
-from tests.cases.builders import WEIGHTS, base_of, refuse, save
+from tests.cases.builders import base_of, refuse, save
+from tests.oracle.lycoris_side import FLAT, NAME, Trained, merged
+from tests.oracle.merges import assert_near
 
-NAME = "blocks.0.attn1.to_q"
-FLAT = f"lora_unet_{NAME.replace('.', '_')}"
-SLACK = 2.0**-20
 LAYERS: Mapping[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(24, 192, bias=False),
     "square": lambda: nn.Linear(64, 64, bias=False),
@@ -36,20 +34,9 @@ LAYERS: Mapping[str, Callable[[], nn.Module]] = {
 DECOMPOSED = (LoConModule, LohaModule, LokrModule)
 
 
-@dataclass(frozen=True)
-class Trained:
-    """An adapter on one layer: its file's tensors without the module's name, and the weights in float64."""
-
-    saved: dict[str, torch.Tensor]
-    weight: torch.Tensor
-    changed: torch.Tensor
-
-
 @pytest.fixture(autouse=True)
-def _in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LyCORIS inverts in float32 whatever its parameters are, "to prevent unsupported type"."""
+def _seed() -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
 def weight_of(layer: nn.Module) -> torch.Tensor:
@@ -67,8 +54,10 @@ def trained(kind: type, layer: nn.Module, spread: float = 0.3, **options: Any) -
     saved = {name: tensor.detach().clone().contiguous() for name, tensor in module.state_dict().items()}
     weight = weight_of(layer)
     module.double()
-    changed = _decomposed(module, weight) if kind in DECOMPOSED else module.get_merged_weight(1.0)[0]
-    return Trained(saved, weight, changed.detach())
+    # LyCORIS inverts in float32 whatever its parameters are, "to prevent unsupported type"
+    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+        changed = _decomposed(module, weight) if kind in DECOMPOSED else module.get_merged_weight(1.0)[0]
+    return Trained(saved, weight, changed.detach(), module)
 
 
 def _decomposed(module: Any, weight: torch.Tensor) -> torch.Tensor:
@@ -80,29 +69,6 @@ def _decomposed(module: Any, weight: torch.Tensor) -> torch.Tensor:
     merged = weight + delta.view_as(weight)
     found: torch.Tensor = weight_decompose(merged, module.dora_scale, 1, module.wd_on_out)
     return found
-
-
-def merged(
-    folder: Path,
-    made: Trained,
-    *,
-    kernel: str = "auto",
-    dtype: torch.dtype = torch.float32,
-    strength: float = 1.0,
-    jobs: int = 1,
-) -> torch.Tensor:
-    base = base_of(folder / "base", {f"{NAME}.weight": made.weight.to(dtype)})
-    lora = save(folder / "x.safetensors", {f"{FLAT}.{part}": t for part, t in made.saved.items()})
-    out = folder / f"out-{kernel}-{jobs}"
-    fuselora.merge(base=base, loras=[f"{lora}:{strength}"], out=out, kernel=kernel, jobs=jobs)
-    return load_file(out / "transformer" / WEIGHTS)[f"{NAME}.weight"]
-
-
-def assert_near(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Within one unit in the last place, and a float32 sum's slack of the largest value."""
-    unit = torch.finfo(found.dtype).eps * wanted.abs()
-    error = (found.double() - wanted).abs()
-    assert bool((error <= unit + SLACK * wanted.abs().max()).all()), float(error.max())
 
 
 LOCON = {"lora_dim": 4, "alpha": 3.0, "weight_decompose": True}
@@ -173,7 +139,7 @@ def test_ia3_at_a_strength_is_what_lycoris_has(tmp_path: Path) -> None:
     saved = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
     weight = weight_of(layer)
     wanted, _ = module.double().get_merged_weight(0.25)
-    assert_near(merged(tmp_path, Trained(saved, weight, weight), strength=0.25), wanted.detach())
+    assert_near(merged(tmp_path, Trained(saved, weight, weight, module), strength=0.25), wanted.detach())
 
 
 @pytest.mark.parametrize("case", [*FEW, "oft-large-blocks", "boft-conv3d"])

@@ -18,7 +18,7 @@ from torch import nn
 
 from fuselora.verify import verify
 from tests.cases.builders import base_of, fuse, refuse, save
-from tests.oracle.test_lycoris import assert_near
+from tests.oracle.merges import assert_near
 
 Tensors = Mapping[str, torch.Tensor]
 PATTERNS = [

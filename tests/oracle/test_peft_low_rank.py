@@ -17,10 +17,9 @@ from transformers.pytorch_utils import Conv1D
 from fuselora.verify import verify
 from tests.cases.builders import Fused, base_of, fuse, refuse, save, save_json
 from tests.oracle.lycoris_side import LAYERS
-from tests.oracle.test_lycoris import assert_near
+from tests.oracle.merges import Tensors, assert_near
 
 KERNELS = ("auto", "reference")
-Tensors = dict[str, torch.Tensor]
 
 
 class Experts(nn.Module):

@@ -23,9 +23,7 @@ from torch import nn
 import fuselora
 from fuselora import steps
 from tests.cases.builders import WEIGHTS, base_of, refuse
-
-Tensors = dict[str, torch.Tensor]
-SLACK = 2.0**-20
+from tests.oracle.merges import Tensors, assert_near, fused
 
 LAYERS: Mapping[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(24, 200),
@@ -79,29 +77,15 @@ def peft(folder: Path, layer: str, config: Any, spread: float = 0.3) -> Merged:
     return Merged(folder / "adapter", before, {name: tensor.detach() for name, tensor in after.items()})
 
 
-def merged(
-    folder: Path,
-    made: Merged,
-    *,
-    kernel: str = "auto",
-    dtype: torch.dtype = torch.float32,
-    strength: float = 1.0,
-    jobs: int = 1,
-) -> Tensors:
-    base = base_of(folder / "base", {name: tensor.to(dtype) for name, tensor in made.before.items()})
-    out = folder / f"out-{kernel}-{jobs}"
-    fuselora.merge(base=base, loras=[f"{made.adapter}:{strength}"], out=out, kernel=kernel, jobs=jobs)
-    return load_file(out / "transformer" / WEIGHTS)
+def merged(folder: Path, made: Merged, **options: Any) -> Tensors:
+    """Options as of ``fused``."""
+    return fused(folder, made.before, made.adapter, **options)
 
 
-def assert_near(found: Tensors, wanted: Tensors) -> None:
-    """Within one unit in the last place, and a float32 sum's slack of the largest value."""
+def assert_all_near(found: Tensors, wanted: Tensors) -> None:
     assert found.keys() == wanted.keys()
     for name, tensor in found.items():
-        unit = torch.finfo(tensor.dtype).eps * wanted[name].abs()
-        slack = SLACK * wanted[name].abs().max()
-        error = (tensor.double() - wanted[name].double()).abs()
-        assert bool((error <= unit + slack).all()), f"{name} is off by {float(error.max())}"
+        assert_near(tensor, wanted[name], name)
 
 
 CASES: Mapping[str, tuple[str, Callable[[], Any]]] = {
@@ -156,7 +140,7 @@ def test_the_weights_that_peft_merges(case: str, tmp_path: Path) -> None:
     made = peft(tmp_path, layer, config())
     assert case == "oft-1-terms" or not torch.equal(made.after["to_q.weight"], made.before["to_q.weight"])
     for kernel in ("auto", "reference"):
-        assert_near(merged(tmp_path / kernel, made, kernel=kernel), made.after)
+        assert_all_near(merged(tmp_path / kernel, made, kernel=kernel), made.after)
 
 
 @pytest.mark.parametrize("strength", [-1.0, 0.5, 2.0])
@@ -170,7 +154,7 @@ def test_the_strength_is_of_the_way_to_what_peft_merges(case: str, strength: flo
     layer, config = CASES[case]
     made = peft(tmp_path, layer, config())
     wanted = {n: b.double() + strength * (made.after[n] - b.double()) for n, b in made.before.items()}
-    assert_near(merged(tmp_path, made, strength=strength), wanted)
+    assert_all_near(merged(tmp_path, made, strength=strength), wanted)
 
 
 @pytest.mark.parametrize("case", ["dora", "dora-embedding", "ia3", "oft", "oft-series", "boft"])
@@ -188,7 +172,7 @@ def test_bits_do_not_depend_on_jobs_and_hardly_on_chunks(
             for jobs in (1, 2)
         )
         assert all(torch.equal(one[name], two[name]) for name in one)
-        assert_near(one, {name: tensor.double() for name, tensor in whole.items()})
+        assert_all_near(one, {name: tensor.double() for name, tensor in whole.items()})
 
 
 def _diagonal(stage: torch.Tensor) -> torch.Tensor:
@@ -215,7 +199,7 @@ def test_butterflies_of_several_factors(
     stages = load_file(made.adapter / "adapter_model.safetensors")["base_model.model.to_q.boft_R"]
     assert len(stages) == factors
     for kernel in ("auto", "reference"):
-        assert_near(merged(tmp_path / kernel, made, kernel=kernel), made.after)
+        assert_all_near(merged(tmp_path / kernel, made, kernel=kernel), made.after)
 
 
 def test_two_doras_add_their_ways_from_the_base(tmp_path: Path) -> None:
@@ -228,7 +212,7 @@ def test_two_doras_add_their_ways_from_the_base(tmp_path: Path) -> None:
         name: first.after[name] + second.after[name] - tensor.double()
         for name, tensor in first.before.items()
     }
-    assert_near(load_file(tmp_path / "out" / "transformer" / WEIGHTS), wanted)
+    assert_all_near(load_file(tmp_path / "out" / "transformer" / WEIGHTS), wanted)
 
 
 # What an adapter's file alone does not say
@@ -264,7 +248,7 @@ def test_a_square_convolution_s_ia3_needs_its_configuration(tmp_path: Path) -> N
 def test_others_do_not(case: str, tmp_path: Path) -> None:
     made = peft(tmp_path, *_made(case))
     alone = Merged(without_config(made), made.before, made.after)
-    assert_near(merged(tmp_path / "alone", alone), made.after)
+    assert_all_near(merged(tmp_path / "alone", alone), made.after)
 
 
 def _made(case: str) -> tuple[str, Any]:
