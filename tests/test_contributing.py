@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,50 +18,57 @@ from fuselora.pipeline import merge
 from fuselora.supported import supported
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPT = """
-import sys, types
-import fuselora.kinds as kinds
-
-{row}
-
-kinds.KINDS += (GAIN,)
-kinds.KIND_OF["gain"] = GAIN
-
-from fuselora.delta.adders import TERMS
-
-{term}
-
-TERMS["gain"] = term
-
-from fuselora.pipeline import merge
-
-report = merge(*sys.argv[1:3], sys.argv[3])
-print(report.marker.loras[0].raw["applied"]["gain"])
-"""
-
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.DOTALL)
 
 
 def test_the_example_of_a_kind(tmp_path: Path) -> None:
-    row, term, _ = BLOCKS
+    """Put where the page says, into a copy of the package: merged, inspected, verified."""
+    _add_the_kind(tmp_path / "package")
     base, gain = torch.arange(12.0).view(4, 3), torch.tensor([[1.0], [-1.0], [0.5], [0.0]])
     save_file({"layer.weight": base, "other.weight": base.clone()}, tmp_path / "base.safetensors")
     save_file({"diffusion_model.layer.gain": gain}, tmp_path / "lora.safetensors")
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(row=row, term=term),
-         *(str(tmp_path / name) for name in ("base.safetensors", "lora.safetensors", "out"))],
-        capture_output=True, text=True, cwd=ROOT,
-    )  # fmt: skip
-    assert done.stdout == "1\n", done.stderr
+    assert "1 gain" in _run(tmp_path, "inspect", "lora.safetensors")
+    _run(tmp_path, "merge", "--base", "base.safetensors", "--lora", "lora.safetensors", "--out", "out")
     found = load_file(tmp_path / "out" / "base.safetensors")
     assert torch.equal(found["layer.weight"], base * (1 + gain))
     assert torch.equal(found["other.weight"], base)
+    _run(tmp_path, "verify", "out", "--base", "base.safetensors", "--lora", "lora.safetensors")
+
+
+def _add_the_kind(package: Path) -> None:
+    shutil.copytree(ROOT / "fuselora", package / "fuselora", ignore=shutil.ignore_patterns("__pycache__"))
+    row, term, definition, _ = BLOCKS
+    (package / "fuselora/kinds/gain.py").write_text(row)
+    (package / "fuselora/delta/gain.py").write_text(term)
+    rows = {
+        "kinds/__init__.py": (
+            "KINDS: tuple[Kind, ...] = (",
+            " GAIN,",
+            "from fuselora.kinds.gain import GAIN",
+        ),
+        "delta/adders.py": ("Sums], Term]] = {", '"gain": gain.term,', "from fuselora.delta import gain"),
+        "definitions.py": ("SUMS: Mapping[str, Sum] = {", '"gain": _gain,', ""),
+    }
+    for name, (table, row, imported) in rows.items():
+        file = package / "fuselora" / name
+        text = file.read_text().replace(table, table + row)
+        text = text.replace("import annotations\n", f"import annotations\n{imported}\n", 1)
+        file.write_text(text.replace("\nSUMS:", f"\n{definition}\nSUMS:"))
+
+
+def _run(folder: Path, *command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "fuselora", *command],
+        capture_output=True, text=True, cwd=folder, env={**os.environ, "PYTHONPATH": str(folder / "package")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_the_example_of_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fused LoRA on a split base, and one on halves that are the other way round."""
     found: dict[str, Any] = {}
-    exec(BLOCKS[2], found)  # the text of our own page
+    exec(BLOCKS[3], found)  # the text of our own page
     for module in ("families.recognition", "made_for", "supported"):
         monkeypatch.setattr(f"fuselora.{module}.FAMILIES", (found["EXAMPLE"],))
     names = ["x_embedder", *(f"blocks.0.attn.to_{part}" for part in "qkv")]

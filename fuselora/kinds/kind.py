@@ -84,7 +84,8 @@ class Kind:
     ``needs``: for each factor, the sets of parts that give it, of which exactly one must be there.
     ``optional``: parts that may be there beside those.
     ``leaves``: the changed tensor is called as the module, and one of these.
-    ``shape``: of the delta, from the parts' shapes and the base tensor's. Raises ``BadParts``.
+    ``shape``: of the delta, from the parts' shapes and the base tensor's, which is () where only the LoRA is
+    looked at: a kind that cannot do without it gives () or raises ``BadParts``, as for parts that do not fit.
     ``rank``: what alpha is divided by, from all parts of the module; None where no alpha counts.
     ``held``: elements in memory while the tensor is computed.
     ``is_nothing``: whether the tensor stays as it is when all values of these parts are zero.
