@@ -8,6 +8,8 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum |
 TESTS ?= tests
 DEMO ?= fuselora-demo
 
+AUDIT_VENV := .venv-audit
+
 OMNI := tests/vllm_omni
 OMNI_VENV := .venv-vllm-omni
 OMNI_PINS := $(OMNI)/constraints.txt $(OMNI)/requirements.txt
@@ -18,7 +20,7 @@ OMNI_PIP := $(OMNI_VENV)/bin/python -m pip install --quiet --disable-pip-version
 BENCH ?= --gigabytes 1 --cases bf16+1xbf16,f32+1xbf16 --rounds 3 --float32-rounds 1 \
 	--peer-cases bf16+1xbf16 --peer-rounds 1
 
-.PHONY: demo test test-fast test-vllm-omni crash bench lint format clean
+.PHONY: demo test test-fast test-vllm-omni crash mutants audit bench lint format clean
 
 demo: $(STAMP)  ## make a tiny Wan2.2 pair, merge it, verify it
 	$(BIN)/fuselora demo $(DEMO)
@@ -35,6 +37,14 @@ test-vllm-omni: $(OMNI_STAMP)  ## against vLLM-Omni's own classes on the CPU; an
 crash: $(STAMP)  ## a merge cut short at every call that writes, some 5,500 times
 	$(BIN)/python -m tests.crash
 
+mutants: $(STAMP)  ## the code broken on purpose in some fifty places: a test has to fail for each
+	$(BIN)/python -m tests.mutants
+
+audit: $(STAMP)  ## known vulnerabilities of what is installed; pip-audit has an environment of its own
+	test -x $(AUDIT_VENV)/bin/pip-audit || { $(BIN)/python -m venv $(AUDIT_VENV) && $(AUDIT_VENV)/bin/python -m pip install --quiet --disable-pip-version-check pip-audit; }
+	$(BIN)/python -m pip freeze --exclude-editable | grep -v '^-e' > $(AUDIT_VENV)/installed.txt
+	$(AUDIT_VENV)/bin/pip-audit --no-deps --disable-pip --requirement $(AUDIT_VENV)/installed.txt
+
 bench: $(STAMP)  ## time and memory beside `cp` and other tools
 	$(BIN)/python scripts/bench.py --work build $(BENCH)
 
@@ -48,7 +58,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(OMNI_VENV) $(DEMO) build *.egg-info
+	rm -rf $(VENV) $(OMNI_VENV) $(AUDIT_VENV) $(DEMO) build *.egg-info
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "fuselora needs Python 3.10 to 3.13" >&2; exit 1; }

@@ -33,6 +33,17 @@ def test_the_exact_sum_is_the_plain_loop(rows: int, rank: int, columns: int, sca
     assert total.tolist() == wanted
 
 
+@pytest.mark.parametrize(("rows", "rank", "columns"), [(3, 1000, 70), (70, 30, 3)])
+def test_the_exact_product_is_the_plain_loop_where_a_library_s_is_not(
+    rows: int, rank: int, columns: int
+) -> None:
+    """Ranks beyond what it sums at once, and numbers of 53 bits, whose products are not exact."""
+    random = torch.Generator().manual_seed(0)
+    up, down = (torch.randn(shape, generator=random, dtype=F64) for shape in ((rows, rank), (rank, columns)))
+    wanted = by_hand(torch.zeros(rows, columns, dtype=F64), up, down, 1.0)
+    assert FLOAT64.product(up, down).tolist() == wanted
+
+
 def test_the_exact_sum_of_a_difference_is_the_plain_loop() -> None:
     total, diff = noise(9, 70, seed=1).to(F64), noise(9, 70, seed=2).to(F64)
     wanted = [
