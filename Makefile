@@ -42,8 +42,8 @@ mutants: $(STAMP)  ## the code broken on purpose in some fifty places: a test ha
 
 audit: $(STAMP)  ## known vulnerabilities of what is installed; pip-audit has an environment of its own
 	test -x $(AUDIT_VENV)/bin/pip-audit || { $(BIN)/python -m venv $(AUDIT_VENV) && $(AUDIT_VENV)/bin/python -m pip install --quiet --disable-pip-version-check pip-audit; }
-	$(BIN)/python -m pip freeze --exclude-editable | grep -v '^-e' > $(AUDIT_VENV)/installed.txt
-	$(AUDIT_VENV)/bin/pip-audit --no-deps --disable-pip --requirement $(AUDIT_VENV)/installed.txt
+	$(BIN)/python -m pip freeze --exclude-editable | sed 's|+cpu$$||' > $(AUDIT_VENV)/installed.txt
+	$(AUDIT_VENV)/bin/pip-audit --strict --no-deps --disable-pip --requirement $(AUDIT_VENV)/installed.txt
 
 bench: $(STAMP)  ## time and memory beside `cp` and other tools
 	$(BIN)/python scripts/bench.py --work build $(BENCH)

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fuselora.interrupts import Ending
 from tests.crash.points import NEVER, Cut, Point, Points
 
 REPOSITORY = Path(__file__).parents[2]
@@ -131,6 +132,8 @@ def serve() -> None:
     import fuselora.report
 
     torch.set_num_threads(1)
+    # as a process of its own has it from its first line: no child is without, however early the signal
+    signal.signal(signal.SIGINT, Ending())
     paused = 0
     for line in sys.stdin:
         order = json.loads(line)
