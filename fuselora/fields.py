@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from fuselora.errors import MarkerError
+from fuselora.escape import short
+from fuselora.jsonfile import MAX_DEPTH, is_crowded, is_nested
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -109,19 +111,17 @@ class Fields:
 
 def parse(text: bytes, source: str) -> Fields:
     """The object that ``text`` holds: JSON to the letter, in UTF-8, no name twice. Raises ``MarkerError``."""
+    if is_crowded(text):
+        broken(source, "is crowded: it holds more values than any marker does")
     try:
         document = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         broken(source, f"is not valid JSON in UTF-8: {error}")
     if not isinstance(document, dict):
         broken(source, "is not a JSON object")
+    if is_nested(document):
+        broken(source, f"is nested deeper than {MAX_DEPTH}")
     return Fields(document, source)
-
-
-def short(value: object) -> str:
-    """A value from a file as it may be shown: ASCII, no control characters, 80 characters at most."""
-    text = ascii(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def broken(source: str, what: str, hint: str = HINT, **facts: object) -> NoReturn:

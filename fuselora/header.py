@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn, cast
 
 from fuselora.errors import FormatError, InputError
+from fuselora.escape import short
+from fuselora.reading import is_regular
 
 DTYPE_BITS: Mapping[str, int] = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
@@ -29,6 +31,9 @@ DTYPE_BITS: Mapping[str, int] = {
 DTYPE_NAMES: Mapping[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 DTYPE_CODES: Mapping[str, str] = {name: code for code, name in DTYPE_NAMES.items()}
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library refuses longer headers
+# Far over all that is published, and low enough for what looks at each name, and shows it.
+MAX_NAME_CHARS = 1000
+MAX_DIMENSIONS = 64  # torch's operators take no more
 PAGE = 4096
 
 
@@ -90,6 +95,8 @@ def read_header(path: Path) -> Header:
     is cut short or over-long, or its header lies about names, dtypes, shapes or offsets.
     """
     try:
+        if not path.is_dir() and not is_regular(path):
+            _broken(path, "is not a regular file")
         with path.open("rb") as stream:
             n_bytes = path.stat().st_size
             raw = _raw_header(path, stream, n_bytes)
@@ -195,7 +202,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
-                raise ValueError(f"the name {name!r} appears twice")
+                raise ValueError(f"the name {short(name)} appears twice")
             seen.add(name)
     return found
 
@@ -214,18 +221,24 @@ def _no_constant(text: str) -> NoReturn:
 
 def _tensor(path: Path, name: str, entry: object) -> TensorInfo:
     """One header entry, its own claims checked: dtype, shape, and a range that fits both."""
+    if len(name) > MAX_NAME_CHARS:
+        what = f"has a tensor name of {len(name)} characters, over the cap of {MAX_NAME_CHARS}"
+        _broken(path, f"{what}: {short(name)}")
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         _broken(path, f"has a malformed entry for tensor {name!r}", tensor=name)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        _broken(path, f"tensor {name!r} has the unknown dtype {dtype!r}", tensor=name)
+        _broken(path, f"tensor {name!r} has the unknown dtype {short(dtype)}", tensor=name)
     if not _naturals(shape):
-        _broken(path, f"tensor {name!r} has the impossible shape {shape!r}", tensor=name)
+        _broken(path, f"tensor {name!r} has the impossible shape {short(shape)}", tensor=name)
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        _broken(path, f"tensor {name!r} has the impossible range {offsets!r}", tensor=name)
+        _broken(path, f"tensor {name!r} has the impossible range {short(offsets)}", tensor=name)
     n_elements = _product(shape)
     if n_elements is None:
         _broken(path, f"tensor {name!r} has a shape of {len(shape)} dimensions that overflows", tensor=name)
+    if len(shape) > MAX_DIMENSIONS:
+        what = f"has {len(shape)} dimensions, over the cap of {MAX_DIMENSIONS}"
+        _broken(path, f"tensor {name!r} {what}", tensor=name)
     bits = n_elements * DTYPE_BITS[dtype]
     if bits != 8 * (offsets[1] - offsets[0]):
         have = offsets[1] - offsets[0]

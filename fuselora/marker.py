@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from fuselora.digest import sha256_json, tagged, whole_numbers
 from fuselora.errors import InputError, MarkerError
-from fuselora.fields import HEX, HINT, TAGGED, Fields, broken, parse, short
+from fuselora.escape import short
+from fuselora.fields import HEX, HINT, TAGGED, Fields, broken, parse
 from fuselora.reading import reading
 
 if TYPE_CHECKING:

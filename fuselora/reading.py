@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,11 @@ def reading(path: Path) -> Iterator[None]:
             hint=HINTS.get(error.errno or 0, "Look to the disk or network that holds it."),
             path=str(path),
         ) from error
+
+
+def is_regular(path: Path) -> bool:
+    """Whether it may be opened: a FIFO would wait for a writer, and a device has no end. Raises ``OSError``."""
+    return stat.S_ISREG(path.stat().st_mode)
 
 
 def state(found: os.stat_result) -> tuple[int, int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -25,7 +24,7 @@ from rich.text import Text
 from fuselora.check.layout import layout_note
 from fuselora.description import SOURCES, Undescribed
 from fuselora.errors import FuseloraError, Notice, OutputError
-from fuselora.escape import one_line, shown
+from fuselora.escape import json_text, one_line, shown
 from fuselora.header import dtype_name
 from fuselora.memory import peak_memory
 from fuselora.plural import many, tally
@@ -325,7 +324,7 @@ class Reporter:
         self._out.print(Text(one_line(text)))
 
     def _document(self, document: Mapping[str, object]) -> None:
-        self._stdout.write(json.dumps(document, indent=2, ensure_ascii=True) + "\n")
+        self._stdout.write(json_text(document))
 
 
 class _PlainProgress:

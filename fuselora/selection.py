@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from fuselora.errors import FormatError, InputError
 from fuselora.header import CONVERT, PICKLED_SUFFIXES
+from fuselora.jsonfile import read_json
 from fuselora.specs import PIPELINE_COMPONENTS
 
 if TYPE_CHECKING:
@@ -112,10 +112,9 @@ def _has(path: Path) -> bool:
 
 def _json(path: Path) -> dict[str, object]:
     try:
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        return read_json(path)
+    except FormatError:
         return {}
-    return document if isinstance(document, dict) else {}
 
 
 def _component(kind: object) -> bool:

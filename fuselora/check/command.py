@@ -6,14 +6,13 @@ What it takes, prints and exits with is what ``fuselora check`` does.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from fuselora.check.folder import check
 from fuselora.errors import FuseloraError, InputError, UsageError
-from fuselora.escape import one_line, shown
+from fuselora.escape import json_text, one_line, shown
 from fuselora.specs import HUB, LoraSpec, local_path, plain_loras
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ def _failed(error: FuseloraError, *, as_json: bool) -> int:
 
 
 def _write_json(document: Mapping[str, object]) -> None:
-    sys.stdout.write(json.dumps(document, indent=2) + "\n")
+    sys.stdout.write(json_text(document))
 
 
 def _write(stream: TextIO, *lines: str) -> None:

@@ -17,7 +17,7 @@ from fuselora.check.report import CheckReport, Code, Finding, LoraOutcome
 from fuselora.check.strays import stray_findings
 from fuselora.digest import artifact_digest, content_sha256, sha256_file, tagged
 from fuselora.errors import FormatError, InputError, MarkerError
-from fuselora.fields import short
+from fuselora.escape import short
 from fuselora.filenames import is_document
 from fuselora.header import read_header
 from fuselora.lora.grammar import is_lora_key

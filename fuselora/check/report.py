@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from fuselora.fields import HINT, short
+from fuselora.escape import short
+from fuselora.fields import HINT
 from fuselora.marker import FILE_NAME, NAME_HINT, POLICY, POLICY_VALUES, UNFINISHED_HINT, UPDATE_HINT
 
 if TYPE_CHECKING:

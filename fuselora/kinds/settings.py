@@ -6,6 +6,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fuselora.escape import short
+from fuselora.patterns import BadPattern, whole
+
 MAX_TERMS = 64  # the series has converged long before, or never does
 # peft's Cayley-Neumann series is another one since then, and no version was written before
 NEUMANN_SINCE = (0, 18)
@@ -104,10 +107,18 @@ def _listed(modules: object, name: str) -> bool | None:
     """As PEFT reads it: a regular expression of whole names, or their ends."""
     plain = name.removeprefix("base_model.model.")
     if isinstance(modules, str):
-        return re.fullmatch(modules, plain) is not None
+        return _fits(modules, plain)
     if not isinstance(modules, list):
         return None
     return any(isinstance(end, str) and plain.endswith(end) for end in modules)
+
+
+def _fits(pattern: str, name: str) -> bool | None:
+    """None for a pattern that is not matched, which is a fault of its own."""
+    try:
+        return whole(pattern)(name)
+    except BadPattern:
+        return None
 
 
 def _rotation(document: Mapping[str, object]) -> tuple[Rotation | None, str]:
@@ -117,10 +128,10 @@ def _rotation(document: Mapping[str, object]) -> tuple[Rotation | None, str]:
     if neumann and _version(document.get("peft_version")) < NEUMANN_SINCE:
         return None, "it is of PEFT before 0.18, whose Cayley-Neumann series was another one"
     if neumann and (type(terms) is not int or not 1 <= terms <= MAX_TERMS):
-        return None, f"num_cayley_neumann_terms is {terms!r}, no number of terms"
+        return None, f"num_cayley_neumann_terms is {short(terms)}, no number of terms"
     eps = document.get("eps", 6e-5)
     if document.get("coft") and (not isinstance(eps, (int, float)) or not 0 <= eps < 1 << 31):
-        return None, f"eps is {eps!r}, no number"
+        return None, f"eps is {short(eps)}, no number"
     return Rotation(
         terms=int(terms) if neumann else None,  # type: ignore[call-overload]
         eps=float(eps) if document.get("coft") else None,  # type: ignore[arg-type]
@@ -129,5 +140,5 @@ def _rotation(document: Mapping[str, object]) -> tuple[Rotation | None, str]:
 
 
 def _version(value: object) -> tuple[int, ...]:
-    found = re.match(r"(\d+)\.(\d+)", value) if isinstance(value, str) else None
+    found = re.match(r"(\d{1,9})\.(\d{1,9})", value) if isinstance(value, str) else None
     return (int(found[1]), int(found[2])) if found else (0, 0)

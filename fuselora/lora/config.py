@@ -6,13 +6,14 @@ PEFT's patterns and rsLoRA (alpha / sqrt(rank)) follow its ``LoraConfig``, the `
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fuselora.escape import short
+from fuselora.jsonfile import object_in
 from fuselora.lora.scale import BadAlpha, finite
+from fuselora.patterns import BadPattern, tail_of
 from fuselora.text_encoders import TEXT_ENCODERS
 
 METADATA_KEYS = ("transformer.lora_alpha", "lora_alpha", "alpha", "ss_network_alpha")
@@ -76,7 +77,7 @@ def config_of(document: Document) -> AdapterConfig | None:
 def peft_type(document: Document) -> str:
     """As PEFT spells it; without one it is a LoRA."""
     found = document.get("peft_type")
-    return "LORA" if found is None else str(found).upper()
+    return "LORA" if found is None else found.upper() if isinstance(found, str) else short(found)
 
 
 def peft_configs(metadata: Mapping[str, str]) -> Mapping[str, Document]:
@@ -87,7 +88,7 @@ def peft_configs(metadata: Mapping[str, str]) -> Mapping[str, Document]:
     text = metadata.get("lora_adapter_metadata")
     if text is None:
         return {}
-    document = _object(text)
+    document = object_in(text)
     if document is None:
         raise BadAlpha("lora_adapter_metadata is not a JSON object")
     return {
@@ -168,7 +169,7 @@ class Network:
 def network_of(metadata: Mapping[str, str]) -> Network:
     """Of a file's ``__metadata__``. Raises ``BadAlpha`` for arguments that are no JSON object."""
     text = metadata.get("ss_network_args")
-    args = _object(text) if text is not None and said(text) and text != "null" else {}
+    args = object_in(text) if text is not None and said(text) and text != "null" else {}
     if args is None:
         raise BadAlpha("ss_network_args is not a JSON object")
     texts = {name: str(value) for name, value in args.items() if value is not None}
@@ -198,14 +199,13 @@ def divides_by_root(metadata: Mapping[str, str], alpha: float, rank: int, *, con
 def _rank(value: object) -> int:
     rank = finite(value)  # type: ignore[arg-type]
     if rank < 1 or rank != int(rank):
-        raise BadAlpha(f"the rank {value!r} is no whole number above 0")
+        raise BadAlpha(f"the rank {short(value)} is no whole number above 0")
     return int(rank)
 
 
 def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
     """The first pattern that is the module's whole name, or a dotted tail of it."""
-    fitting = (v for pattern, v in patterns.items() if re.fullmatch(rf"(.*\.)?({pattern})", module))
-    return next(fitting, default)
+    return next((v for pattern, v in patterns.items() if tail_of(pattern)(module)), default)
 
 
 def _pattern(document: Document, name: str) -> Mapping[str, float]:
@@ -214,16 +214,8 @@ def _pattern(document: Document, name: str) -> Mapping[str, float]:
     found = {}
     for pattern, alpha in value.items() if isinstance(value, dict) else ():
         try:
-            re.compile(pattern)
-        except re.error as error:
-            raise BadAlpha(f"{name} has the key {pattern!r}, no regular expression: {error}") from None
+            tail_of(pattern)
+        except BadPattern as error:
+            raise BadAlpha(f"{name} has the key {short(pattern)}, {error}") from None
         found[pattern] = finite(alpha)
     return found
-
-
-def _object(text: str) -> dict[str, object] | None:
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return document if isinstance(document, dict) else None

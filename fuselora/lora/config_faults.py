@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fuselora.errors import Fault
+from fuselora.escape import short
 from fuselora.kinds.kind import MAGNITUDES
 from fuselora.kinds.replacement import FULL_PARTS
 from fuselora.kinds.settings import owner
 from fuselora.lora.config import Document, config_of, network_of, peft_type
 from fuselora.lora.grammar import spellings
 from fuselora.lora.scale import BadAlpha
+from fuselora.patterns import BadPattern, whole
 from fuselora.plural import many
 
 if TYPE_CHECKING:
@@ -79,7 +81,7 @@ def config_faults(stated: Stated, path: str) -> Iterator[Fault]:
     if peft_type(stated.document) not in KINDS_OF:
         return  # ``type_fault``
     for check in (
-        _types, _unfused, _changed_base, _other_kinds, _ranks, _magnitudes, _pair_biases, _saved_modules,
+        _types, _patterns, _unfused, _changed_base, _other_kinds, _ranks, _magnitudes, _pair_biases, _saved_modules,
         _parameters,
     ):  # fmt: skip
         for code, key, text, hint in check(stated):
@@ -109,9 +111,19 @@ def _types(stated: Stated) -> Iterator[Row]:
     for key, (types, words) in wanted.items():
         value = stated.document.get(key)
         if value is not None and type(value) not in types and key not in unread:
-            yield "config", key, f"says {key} {value!r}, which is not {words}", None
+            yield "config", key, f"says {key} {short(value)}, which is not {words}", None
     if isinstance(stated.document.get("lora_alpha"), bool):
         yield "config", "lora_alpha", "says a lora_alpha that is no number", None
+
+
+def _patterns(stated: Stated) -> Iterator[Row]:
+    """The one list that may be a regular expression; those of ranks and alphas are looked at with them."""
+    value = stated.document.get("feedforward_modules")
+    if isinstance(value, str) and peft_type(stated.document) == "IA3":
+        try:
+            whole(value)
+        except BadPattern as error:
+            yield "config", "feedforward_modules", f"says feedforward_modules {short(value)}, {error}", None
 
 
 def _unfused(stated: Stated) -> Iterator[Row]:
@@ -125,7 +137,7 @@ def _unfused(stated: Stated) -> Iterator[Row]:
 def _changed_base(stated: Stated) -> Iterator[Row]:
     init = stated.document.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(CHANGED_BASE_INITS):
-        text = f"the adapter was trained against a base changed by {init!r}"
+        text = f"the adapter was trained against a base changed by {short(init)}"
         hint = (
             "Convert it to a plain LoRA where it was trained: PEFT's "
             "save_pretrained(..., path_initial_model_for_weight_conversion=...)."

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
+from fuselora.escape import short
 from fuselora.header import Header, TensorInfo
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def finite(value: float | str) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise BadAlpha(f"alpha {value!r} is not a number") from None
+        raise BadAlpha(f"alpha {short(value)} is not a number") from None
     except OverflowError:
         raise BadAlpha("alpha is a number too large for a float") from None
     if not math.isfinite(number):

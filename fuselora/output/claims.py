@@ -5,13 +5,14 @@ Standard library only.
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from fuselora.errors import InputError
+from fuselora.jsonfile import is_crowded, object_in
 from fuselora.marker import FILE_NAME as MARKER_NAME
 from fuselora.marker import JOURNAL_NAME, read_marker
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 JOURNAL_FAMILY = "fuselora.journal/"
 NEW_JOURNAL_NAME = f"{JOURNAL_NAME}.new"
+MAX_JOURNAL_BYTES = 64 << 20  # 100,000 shards need less
 CONTROL_NAMES = (MARKER_NAME, NEW_JOURNAL_NAME, JOURNAL_NAME)  # in the order they may be removed
 
 
@@ -45,27 +47,24 @@ def _walk(folder: Path, prefix: str, skip: Collection[str]) -> Iterator[str]:
 def journal_lines(folder: Path) -> list[dict[str, object]]:
     """The whole lines of the journal in ``folder``, header first, up to a torn or broken one.
 
-    Empty if there is no journal or its first line is not a header of any version of fuselora.
+    Empty if there is no journal, one longer than any of ours, or its first line is not a header of any
+    version of fuselora.
     """
     path = folder / JOURNAL_NAME
     if not _is_plain_file(path):
         return []
+    with path.open("rb") as stream:
+        raw = stream.read(MAX_JOURNAL_BYTES + 1)
+    if len(raw) > MAX_JOURNAL_BYTES or is_crowded(raw):
+        return []
     lines: list[dict[str, object]] = []
-    # What follows the last newline was cut off by a kill.
-    for raw in path.read_bytes().split(b"\n")[:-1]:
-        line = _json_object(raw)
+    for text in BytesIO(raw):
+        # What follows the last newline was cut off by a kill.
+        line = object_in(text) if text.endswith(b"\n") else None
         if line is None:
             break
         lines.append(line)
     return lines if lines and str(lines[0].get("schema")).startswith(JOURNAL_FAMILY) else []
-
-
-def _json_object(raw: bytes) -> dict[str, object] | None:
-    try:
-        line = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    return line if isinstance(line, dict) else None
 
 
 def marked_files(folder: Path) -> frozenset[str] | None:
