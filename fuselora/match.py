@@ -31,7 +31,8 @@ from fuselora.widening import widened
 
 FUSABLE = frozenset(DTYPE_NAMES)
 HEAD = re.compile(r"(?:^|[._])lm_head$")
-OTHER_SIZE = "The LoRA was made for another size or variant of this model."
+# said of a whole LoRA; ``faults`` says it otherwise where more is known
+OTHER_SIZE = "None of its shapes fits the base: the LoRA was made for another size of this model."
 TIED = "the head is tied to the embedding (tie_word_embeddings in config.json): it has no weight of its own"
 
 
@@ -139,7 +140,7 @@ def match(assignment: Assignment, family: Family | None, layout: Layout | None) 
             homeless.append(module)
     skipped, unmatched = _explain(homeless, assignment.component, family, layout)
     hits = [widened(hit, assignment.component, family, layout) for hit in hits]
-    faults += _shape_faults(assignment, hits) + _double_faults(assignment, hits)
+    faults += _shape_faults(assignment, hits) + _double_faults(assignment, hits, family)
     faults += _stray_alphas(assignment, modules)
     notices = tuple(_orphan_notices(assignment, modules))
     return Matching(assignment, tuple(hits), skipped, unmatched, tuple(faults), notices)
@@ -369,7 +370,7 @@ def _check_rows(hit: Hit) -> None:
         raise BadParts(text, "unsupported")
 
 
-def _double_faults(assignment: Assignment, hits: Sequence[Hit]) -> list[Fault]:
+def _double_faults(assignment: Assignment, hits: Sequence[Hit], family: Family | None) -> list[Fault]:
     """Rows meant twice in one file, by two spellings or two kinds of diff; pair and diff may meet.
 
     Two that both give the changed tensor may not: what the second one starts from nobody says.
@@ -383,10 +384,20 @@ def _double_faults(assignment: Assignment, hits: Sequence[Hit]) -> list[Fault]:
         if first := next(met, None):
             one, two = first.tensors[0].name, hit.tensors[0].name
             text = f"{hit.base_key} is meant twice, by {one} and by {two}"
-            faults.append(Fault("twice", text, path=assignment.adapter.name, key=hit.module.name))
+            hint = _repeats_hint((first.module, hit.module), family)
+            faults.append(Fault("twice", text, path=assignment.adapter.name, key=hit.module.name, hint=hint))
         for group in others:
             group.append(hit)
     return faults
+
+
+def _repeats_hint(modules: Sequence[Module], family: Family | None) -> str:
+    """Which of two spellings of a layer to leave out, where a family knows that."""
+    pattern = family.repeats if family else ""
+    found = [match[0] for m in modules if pattern and (match := re.search(pattern, plain_name(m.name)))]
+    if len(found) != 1:
+        return "Leave the keys of one of the two out of the file."
+    return f"Leave the keys of *{found[0]} out of the file, as diffusers does: they repeat the others."
 
 
 def _overlap(one: Runs, two: Runs) -> bool:

@@ -92,7 +92,9 @@ class Family:
     the one whose sign is not there being the first in ``layouts``. ``widens``: weights that a LoRA may give
     more columns. ``beside``: modules that single files hold
     beside the model, under no prefix, and that LoRAs may be for. ``pipelines``: classes in model_index.json
-    that serve some of the models alone.
+    that serve some of the models alone. ``known_as``: searched for, case aside, in what trainers and
+    configurations call the model that a LoRA was trained on. ``repeats``: searched for in module names, what
+    some trainers save of a layer a second time.
     """
 
     name: str
@@ -113,8 +115,14 @@ class Family:
     widens: Mapping[str, Widening] = field(default_factory=dict)
     beside: frozenset[str] = frozenset()
     pipelines: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    known_as: str = ""
+    repeats: str = ""
 
     # Names
+
+    def is_named(self, text: str) -> bool:
+        """Whether a model's name, or what a trainer calls it, is that of one of this family."""
+        return bool(self.known_as) and re.search(self.known_as, text, re.IGNORECASE) is not None
 
     @property
     def all_layouts(self) -> tuple[Layout, ...]:
@@ -253,10 +261,13 @@ class Family:
         return {piece.name: piece.shape for piece in pieces}
 
     def _pieces_or_it(self, name: str, shapes: Shapes, layout: Layout | None) -> tuple[Piece, ...]:
+        """Without a shape the first canonical tensor stands for all that it is made of."""
         try:
-            return self.pieces(name, shapes, layout)
+            if shapes[name]:
+                return self.pieces(name, shapes, layout)
         except ValueError:
-            return (Piece(self.canonical_name(name, layout), (), ()),)
+            pass
+        return (Piece(self.canonical_name(name, layout), (), ()),)
 
     def keeps_float32(self, name: str, layout: Layout | None) -> bool:
         """Whether the model class keeps this tensor of a checkpoint in ``layout`` in float32."""

@@ -23,6 +23,7 @@ def _kin(*models: str, text: int, channels: int = 4) -> Kin:
 
 SD = Family(
     name="sd",
+    known_as=r"(?:stable[-_ ]diffusion[-_ ]|(?<![a-z])sd[-_ ]?)v?(?:15?|21?)(?![0-9])",
     canonical="diffusers",
     layouts={"sgm": Renames(sgm_rows((True, True, True, False)))},
     names=frozenset(names()),

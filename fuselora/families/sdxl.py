@@ -19,6 +19,7 @@ ADDED = (
 
 SDXL = Family(
     name="sdxl",
+    known_as=r"(?:stable[-_ ]diffusion[-_ ]|(?<![a-z])sd[-_ ]?)xl",
     canonical="diffusers",
     layouts={"sgm": Renames((*ADDED, *sgm_rows((False, True, True))))},
     names=frozenset(names()) | {ours for _, ours in ADDED},
