@@ -6,6 +6,7 @@ them, written out here and held against diffusers' converter.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +15,19 @@ import pytest
 import torch
 from diffusers.loaders import lora_conversion_utils, single_file_utils
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 import fuselora
+from fuselora.cli import app
 from fuselora.describe import describe
 from fuselora.errors import InputError, Refused
+from fuselora.families import RowOrder
 from fuselora.families.minimax_h3 import MINIMAX_H3
 from fuselora.header import read_header
+from fuselora.marker import FILE_NAME
 from fuselora.pipeline import plan
 from fuselora.specs import AlphaSpec, LayoutSpec
+from fuselora.summary import plan_document
 from fuselora.synth import Spec
 from fuselora.verify import verify
 from tests import listings, small
@@ -272,6 +278,62 @@ def test_a_base_s_layout_can_be_said(tmp_path: Path, ours: Tensors) -> None:
         plan(base, [lora], base_layout="sgm")
     with pytest.raises(Refused, match="sgm is no layout of minimax-h3"):
         plan(base, [lora], lora_layouts=(LayoutSpec("sgm"),))
+
+
+NO_SIGN = "no sign of raw"
+LORA_ORDERS = {
+    "lightx2v": None,
+    "comfyui": ("native", NO_SIGN),
+    "diffsynth": ("raw", "its key blocks.0.attn.qkv_proj.lora_A.default.weight"),
+    "flashgen": ("raw", "qkv_layout grouped in its metadata"),
+}
+BASE_ORDERS = {"diffusers": None, "native": NO_SIGN, "raw": "its tensor rope.inv_freq"}
+
+
+@pytest.mark.parametrize("style", LORA_ORDERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_told_the_order_of_rows_is_said_and_kept(
+    tmp_path: Path, ours: Tensors, layout: Layout, style: str
+) -> None:
+    tensors, metadata, _ = STYLES[style](factors(ours))
+    base = base_of(tmp_path / "base.safetensors", ours, layout)
+    lora = small.write(tmp_path / "x.safetensors", tensors, metadata)
+    out = tmp_path / "out"
+    done = CliRunner().invoke(app, ["merge", "--base", str(base), "--lora", str(lora), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    said = [line.strip() for line in done.stdout.splitlines() if "rows in the order of" in line]
+    wanted = []
+    if told := BASE_ORDERS[layout]:
+        wanted.append(f"rows in the order of {layout} ({told}; --base-layout overrules)")
+    if order := LORA_ORDERS[style]:
+        wanted.append(f"rows in the order of {order[0]} ({order[1]}; --lora-layout overrules)")
+    assert said == wanted
+    marker = json.loads((out / FILE_NAME).read_text())
+    (kept,) = marker["loras"]
+    assert marker["base"].get("layout_told_by") == told
+    assert (kept.get("layout"), kept.get("layout_told_by")) == (order or (None, None))
+    assert verify(out, base=base, loras=[lora]).ok
+
+
+def test_the_options_are_what_told(tmp_path: Path, ours: Tensors) -> None:
+    base = base_of(tmp_path / "base.safetensors", ours, "raw", sign=False)
+    lora = small.write(
+        tmp_path / "x.safetensors", keyed(fused_factors(factors(ours), "raw"), "{}.DOWN.weight")
+    )
+    made = plan(base, [lora], base_layout="raw", lora_layouts=(LayoutSpec("raw"),))
+    (matching,) = made.matchings
+    assert made.checkpoint.row_order == RowOrder("raw", "--base-layout")
+    assert matching.row_order == RowOrder("raw", "--lora-layout")
+    document = plan_document(made)
+    assert document["base"]["layout_told_by"] == "--base-layout"  # type: ignore[index]
+    assert document["loras"][0]["layout_told_by"] == "--lora-layout"  # type: ignore[index]
+
+
+def test_rows_that_mean_the_same_in_every_order_need_no_sign(tmp_path: Path, ours: Tensors) -> None:
+    given = {name: one for name, one in fused_factors(factors(ours), "raw").items() if "qkv" not in name}
+    lora = small.write(tmp_path / "x.safetensors", keyed(given, "{}.DOWN.weight"))
+    (matching,) = plan(base_of(tmp_path / "base.safetensors", ours, "native"), [lora]).matchings
+    assert matching.row_order is None
 
 
 # Alpha, which the first files store nowhere
