@@ -93,8 +93,8 @@ def _size_hint(matching: Matching, unfit: Set[str]) -> str:
     """Of a LoRA that no other model is known to fit, how much of it fits this one."""
     modules = {hit.module.name for hit in matching.hits}
     if n_fitting := len(modules - unfit):
-        fits = f"{many(n_fitting, 'module')} of {len(modules)} fit the base"
-        return f"{fits}, so the LoRA is for a variant of this model, or the file is broken."
+        fits = f"{n_fitting} of {many(len(modules), 'module')} fit the base"
+        return f"{fits}: the LoRA is for a variant of this model, or the file is broken."
     return OTHER_SIZE
 
 

@@ -97,7 +97,7 @@ def names_for(adapter: Adapter) -> tuple[Names, ...]:
 def _candidate(family: Family, adapter: Adapter, *, is_stated: bool) -> Candidate:
     canonical = family.canonical_shapes(Names(family).deltas(adapter))
     kin, blocks = family.kin_of_deltas(canonical), family.block_numbers(canonical)
-    is_whole = any(one.blocks == len(blocks) for one in kin)
+    is_whole = family.blocks_alike and any(one.blocks == len(blocks) for one in kin)
     return Candidate(family, kin, max(blocks, default=-1) + 1, is_whole, is_stated)
 
 
@@ -156,8 +156,9 @@ class Origin:
 def other_family(adapter: Adapter, checkpoint: Checkpoint) -> Origin | None:
     """What a LoRA is for, if that is another family than the base's.
 
-    What it says itself counts first, then the share of its names, then that it changes every block of a
-    published model and only some of the base's. Families that fit it as well as the base's are no evidence.
+    What it says itself counts first, then the share of its names, then its sizes, then that it changes every
+    block of a published model and only some of the base's. Families that fit it as well as the base's are no
+    evidence.
     """
     base, stated = checkpoint.family, stated_families(adapter)
     if base is None or base in stated:
@@ -171,12 +172,12 @@ def other_family(adapter: Adapter, checkpoint: Checkpoint) -> Origin | None:
     if own is None:
         how = "by its names and shapes" if found and found[0].kin else "by its names"
         return _origin([one for one in found if one.rank == found[0].rank], how)
-    if own.is_whole or own.n_blocks == _blocks_of(checkpoint):
+    if not own.kin and checkpoint.models:
+        return _origin([one for one in found if one.kin], "by its names and shapes")
+    whole = [one for one in found if one.is_whole]
+    if not whole or own.is_whole or own.n_blocks == _blocks_of(checkpoint):
         return None
-    if whole := [one for one in found if one.is_whole]:
-        return _origin(whole, f"all {whole[0].n_blocks} of whose blocks it changes")
-    fits = not own.kin and bool(checkpoint.models)
-    return _origin([one for one in found if one.kin], "by its names and shapes") if fits else None
+    return _origin(whole, f"all {whole[0].n_blocks} of whose blocks it changes")
 
 
 def made_for(adapter: Adapter, checkpoint: Checkpoint) -> str:

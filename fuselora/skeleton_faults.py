@@ -127,7 +127,7 @@ def _layout_fault(checkpoint: Checkpoint) -> Fault | None:
         text = "has too few tensors to tell whose names they have"
     elif not family.classes:
         able = " and ".join(other.name for other in FAMILIES if other.classes)
-        text = f"is a {family.name} base, and only one of {able} can be written as a pipeline"
+        text = f"is a {family.name} base, and only those of {able} can be written as a pipeline"
         hint = f"{as_it_is} diffusers can convert that, or this base beforehand."
     else:
         return None

@@ -36,6 +36,7 @@ KLEIN = {
 BUILT: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "chroma": ("ChromaTransformer2DModel", {}),
     "flux.2-klein-4b": ("Flux2Transformer2DModel", KLEIN),
+    "sd": ("UNet2DConditionModel", {"cross_attention_dim": 768}),
 }
 
 
@@ -130,6 +131,29 @@ def test_close_kin_are_one_family(tmp_path: Path, base: str) -> None:
     for lora in ("wan2.1-t2v-14b.causvid-v1.r32", "wan2.2-t2v-a14b.musubi-kohya.r32"):
         found = notices(tmp_path, base, listings.lora(lora), {"ss_base_model_version": "wan2.1"})
         assert [notice.code for notice in found if notice.code == "other_family"] == []
+
+
+def unet_pairs(attention: str, *, text_encoder: bool = False) -> list[Spec]:
+    """kohya's names for one attention of Stable Diffusion 1; down_blocks 0 to 2 of 4 have it."""
+    modules = [
+        (spec.name.removesuffix(".weight"), spec.shape)
+        for spec in base_specs("sd")
+        if re.search(rf"\.{attention}\.to_[qkv]\.weight$", spec.name)
+    ]
+    found = [(f"lora_unet_{name.replace('.', '_')}", shape) for name, shape in modules]
+    if text_encoder:
+        found += [(f"lora_te_text_model_encoder_layers_{n}_mlp_fc1", (3072, 768)) for n in range(12)]
+    return [
+        Spec(f"{name}.{part}.weight", "F16", factor)
+        for name, (rows, columns) in found
+        for part, factor in (("lora_down", (4, columns)), ("lora_up", (rows, 4)))
+    ]
+
+
+@pytest.mark.parametrize("which", ["attn1", "attn2", r"attn\d"])
+def test_blocks_that_differ_are_no_measure(tmp_path: Path, which: str) -> None:
+    """As many as SDXL has in all; only the text's width tells the two apart."""
+    assert notices(tmp_path, "sd", unet_pairs(which)) == []
 
 
 # By what it says
@@ -288,6 +312,8 @@ def refused(
         ("flux.1-dev", HUNYUAN, ("is for hunyuan-video (HunyuanVideo", "the base is flux.1")),
         ("flux.1-dev", attention(range(60)), ("is for qwen-image (", "the base is flux.1")),
         ("flux.2-klein-4b", FLUX1, ("is for flux.1 (FLUX.1-dev", "the base is flux.2")),
+        ("sdxl-base-unet", unet_pairs("attn2"), ("is for sd (SD-1.4, SD-1.5", "the base is sdxl")),
+        ("sd", listings.lora("sdxl.hyper.r64"), ("is for sdxl (SDXL-base-1.0", "the base is sd")),
     ],
 )
 def test_a_file_for_another_family_is_not_to_be_fused_in_part(
@@ -296,6 +322,13 @@ def test_a_file_for_another_family_is_not_to_be_fused_in_part(
     hint = refused(tmp_path, monkeypatch, base, specs)
     assert all(text in hint for text in says), hint
     assert "--allow-unmatched" not in hint
+
+
+def test_a_text_encoder_s_half_is_not_another_family_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hint = refused(tmp_path, monkeypatch, "sd", unet_pairs("attn2", text_encoder=True))
+    assert "For lora_te fuse into a pipeline that has it." in hint and "--allow-unmatched" in hint
 
 
 def test_what_it_says_is_the_hint_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

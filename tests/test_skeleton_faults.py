@@ -220,7 +220,7 @@ def test_a_family_that_is_not_converted(
 ) -> None:
     base = write_safetensors(tmp_path / "x.safetensors", [Spec(name, "F32", (12, 4)) for name in names])
     fault = only(faults(skeleton, base))
-    assert fault.message == f"is a {family} base, and only one of wan can be written as a pipeline"
+    assert fault.message == f"is a {family} base, and only those of wan can be written as a pipeline"
     assert fault.hint is not None and "Leave out --layout" in fault.hint
 
 

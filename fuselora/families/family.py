@@ -108,7 +108,8 @@ class Family:
     beside the model, under no prefix, and that LoRAs may be for. ``pipelines``: classes in model_index.json
     that serve some of the models alone. ``known_as``: searched for, case aside, in what trainers and
     configurations call the model that a LoRA was trained on. ``repeats``: searched for in module names, what
-    some trainers save of a layer a second time.
+    some trainers save of a layer a second time. ``blocks_alike``: whether every block has the same layers, so
+    that a LoRA of some layers is one of all blocks or of chosen ones.
     """
 
     name: str
@@ -130,6 +131,7 @@ class Family:
     beside: frozenset[str] = frozenset()
     pipelines: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     known_as: str = ""
+    blocks_alike: bool = True
     repeats: str = ""
 
     # Names

@@ -28,6 +28,7 @@ SD = Family(
     layouts={"sgm": Renames(sgm_rows((True, True, True, False)))},
     names=frozenset(names()),
     block="down_blocks.{n}.",
+    blocks_alike=False,
     kin=(
         _kin("SD-1.4", "SD-1.5", text=768),
         _kin("SD-1.5-inpainting", text=768, channels=9),
