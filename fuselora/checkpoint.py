@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal, NoReturn
 
 from fuselora.errors import CheckpointError, InputError
-from fuselora.families import Family, Layout
+from fuselora.families import Family, Layout, RowOrder
 from fuselora.families.recognition import families_of, family_of
 from fuselora.fields import NOT_IN_PATHS
 from fuselora.filenames import is_loadable, is_model_file
@@ -89,7 +89,8 @@ class Checkpoint:
     """A base. ``root`` is its folder, or the file itself when ``container`` is ``"file"``.
 
     ``components`` are the transformers, then the text encoders that were asked for; ``encoders`` has the
-    config.json of every text encoder there, by component, if any was asked for.
+    config.json of every text encoder there, by component, if any was asked for. ``row_order``: what told the
+    layout where its names did not.
     """
 
     root: Path
@@ -102,6 +103,7 @@ class Checkpoint:
     pipeline_class: str | None
     marker: Marker | None = None
     encoders: Mapping[str, Config] = field(default_factory=dict)
+    row_order: RowOrder | None = None
 
     @property
     def transformers(self) -> tuple[Component, ...]:
@@ -166,6 +168,7 @@ def open_checkpoint(
         _refuse_unrecordable(root, component)
     family = _family(components)
     names = [name for component in components for name in component.model_shapes()]
+    found = _said(layout, family, root) or (family.layout_of(names) if family else None)
     return Checkpoint(
         root=root,
         source=source,
@@ -173,11 +176,21 @@ def open_checkpoint(
         container=container,
         components=(*(_with_role(component, len(components), family) for component in components), *encoders),
         family=family,
-        layout=_said(layout, family, root) or (family.layout_of(names) if family else None),
+        layout=found,
         pipeline_class=pipeline_class,
         marker=marker,
         encoders=configs,
+        row_order=_row_order(family, found, names, said=layout is not None),
     )
+
+
+def _row_order(
+    family: Family | None, layout: Layout | None, names: Sequence[str], *, said: bool
+) -> RowOrder | None:
+    """Of a base in one of the layouts that share their names."""
+    if family is None or layout is None or layout == family.canonical or not family.signs:
+        return None
+    return RowOrder(layout, "--base-layout") if said else family.order_of_base(names)
 
 
 def _said(layout: Layout | None, family: Family | None, root: Path) -> Layout | None:

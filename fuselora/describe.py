@@ -19,6 +19,7 @@ from fuselora.description import (
     Undescribed,
 )
 from fuselora.errors import CheckpointError, Fault, FuseloraError, InputError
+from fuselora.families.recognition import families_of
 from fuselora.header import bytes_by_dtype, dtype_name, read_header
 from fuselora.kinds import KINDS
 from fuselora.kinds.kind import ALPHAS, has_kernel
@@ -168,6 +169,7 @@ def _lora(path: Path) -> LoraDescription:
     parsed = [key for tensor in tensors if (key := parse_key(tensor.name))]
     unfused = Counter(kind for key in unread_keys(adapter) if (kind := unfused_kind(key)))
     said = (expert_in_name(name) for name in (adapter.name, _real(path).name))
+    sampling = sampling_of(adapter, names.family)
     return LoraDescription(
         path=path,
         file=adapter.name,
@@ -189,7 +191,8 @@ def _lora(path: Path) -> LoraDescription:
         metadata=adapter.metadata,
         unfused=unfused,
         faults=(*adapter.faults, *alpha_faults),
-        serving=notes_of(sampling_of(adapter, names.family)),
+        serving=notes_of(sampling),
+        published_alpha=sampling.alpha,
     )
 
 
@@ -279,7 +282,20 @@ def _checkpoint(path: Path) -> CheckpointDescription:
         components=tuple(_component(component) for component in components),
         shard=(int(found.group(1)), int(found.group(2))) if found else None,
         fused=_fused(path, checkpoint),
+        families=_families(checkpoint),
     )
+
+
+def _families(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Its own, and those with as many of its names that have a published model of its shapes or, where none
+    has one, just so many of its names: a shard or a model of another size."""
+    own = checkpoint.family
+    if own is None:
+        return ()
+    shapes = {name: shape for part in checkpoint.transformers for name, shape in part.model_shapes().items()}
+    alike = [family for family in families_of(shapes) if family is not own]
+    others = [family for family in alike if bool(checkpoint.models) == bool(family.models_of(shapes))]
+    return (own.name, *(family.name for family in others))
 
 
 def _only_variant(root: Path) -> str | None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fuselora.checkpoint import Container
     from fuselora.errors import Fault, FuseloraError
     from fuselora.families import Layout
+    from fuselora.lora.sampling import Stated
     from fuselora.lora.scale import AlphaSource
     from fuselora.marker import ComponentRecord, LoraRecord, Marker
 
@@ -71,12 +72,15 @@ class Target:
 
     ``models`` have room for all of it; ``also`` maps the reason that lets a group of its modules stay
     out to the models that have room for the rest. ``others``: families with the same names, and their models
-    that have room. ``sizes``: width, channels, as far as they show.
+    that have room. ``families``: those that it is for with equal right, ``family`` the first of them.
+    ``trained_on``: where it says on which model -> what it says. ``sizes``: width, channels, as far as they
+    show.
     ``branches``: the family's optional parts, and whether the LoRA has any of each. ``n_blocks``: the
     blocks of the models, None when these differ.
     """
 
     family: str | None = None
+    families: tuple[str, ...] = ()
     layout: Layout | None = None
     models: tuple[str, ...] = ()
     also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -85,10 +89,12 @@ class Target:
     branches: Mapping[str, bool] = field(default_factory=dict)
     blocks: tuple[int, ...] = ()
     n_blocks: int | None = None
+    trained_on: Mapping[str, str] = field(default_factory=dict)
 
     def document(self) -> dict[str, object]:
         return {
             "family": self.family,
+            "families": list(self.families),
             "layout": self.layout,
             "models": list(self.models),
             "also": {reason: list(models) for reason, models in self.also.items()},
@@ -96,13 +102,14 @@ class Target:
             "sizes": {name: list(sizes) for name, sizes in self.sizes.items()},
             "branches": dict(self.branches),
             "blocks": {"covered": list(self.blocks), "of": self.n_blocks},
+            "trained_on": dict(self.trained_on),
         }
 
     def rows(self) -> Iterator[Row]:
         if self.family is None:
             yield "family", "unknown"
             return
-        yield "family", f"{self.family}, {self.layout or 'unknown'} names"
+        yield "family", f"{' or '.join(self.families)}, {self.layout or 'unknown'} names"
         yield "could be for", " or ".join(self.models) or "no published model of this size"
         for reason, models in self.also.items():
             yield "or, in part, for", f"{' or '.join(models)}; left out: {reason}"
@@ -155,10 +162,11 @@ class LoraDescription:
     unfused: Mapping[str, int]
     faults: tuple[Fault, ...]
     serving: ServingNotes = NOTHING
+    published_alpha: Stated | None = None
 
     @property
     def title(self) -> str:
-        what = f"a LoRA for {self.target.family}" if self.target.family else "a LoRA for no known family"
+        what = f"a LoRA for {' or '.join(self.target.families) or 'no known family'}"
         return f"{self.path}: {what}{', as an adapter folder' if self.config else ''}"
 
     def document(self) -> dict[str, object]:
@@ -176,6 +184,7 @@ class LoraDescription:
             "where": dict(self.places),
             "ranks": {str(rank): count for rank, count in self.ranks.items()},
             "scales": [scale.document() for scale in self.scales],
+            "published_alpha": self.published_alpha.value if self.published_alpha else None,
             "dtypes": dict(self.dtypes),
             "tensors": self.n_tensors,
             "bytes": self.n_bytes,
@@ -195,11 +204,16 @@ class LoraDescription:
             ("tensors", f"{self.n_tensors}, {_dtypes(self.dtypes)}"),
             ("file", f"{self.file}, {_bytes(self.n_bytes)}"),
             *self._expert_rows(),
+            *(("trained on", cut(f"{text} ({where})")) for where, text in self._trained_on()),
             *(("to serve", reason) for reason in self.serving.reasons()),
             *((f"metadata {key}", cut(value)) for key, value in self.metadata.items()),
             *_fault_rows(self.faults, self.unfused),
             ("not read", ", ".join(PENDING)),
         )
+
+    def _trained_on(self) -> Iterator[Row]:
+        """What no row of the metadata says."""
+        return ((where, text) for where, text in self.target.trained_on.items() if where not in self.metadata)
 
     def _key_rows(self) -> Iterator[Row]:
         yield "dialect", _counts(self.dialects)
@@ -217,6 +231,8 @@ class LoraDescription:
             yield "alpha", scale.text
         if len(self.scales) > SHOWN:
             yield "alpha", f"... and {len(self.scales) - SHOWN} more"
+        if self.published_alpha and any(scale.source == "rank" for scale in self.scales):
+            yield "alpha", f"{self.published_alpha.value:g} is {self.published_alpha.origin}"
 
     def _expert_rows(self) -> Iterator[Row]:
         if self.named_experts:
@@ -307,7 +323,8 @@ class ComponentDescription:
 class CheckpointDescription:
     """A base, or a part of one. ``shard`` is (number, total) of a single numbered file.
 
-    ``named_expert`` is what the file's or folder's name says, a hint.
+    ``named_expert`` is what the file's or folder's name says, a hint. ``families``: all that it can be of, by
+    its names and shapes, ``family`` the one that its layout is told by.
     """
 
     path: Path
@@ -323,6 +340,7 @@ class CheckpointDescription:
     components: tuple[ComponentDescription, ...]
     shard: tuple[int, int] | None
     fused: Fused | None
+    families: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -337,6 +355,7 @@ class CheckpointDescription:
             "revision": self.revision,
             "container": self.container,
             "family": self.family,
+            "families": list(self.families),
             "layout": self.layout,
             "models": list(self.models),
             "pipeline_class": self.pipeline_class,
@@ -358,7 +377,7 @@ class CheckpointDescription:
         if self.source != self.path.name:
             yield "source", self.source + (f" at {self.revision}" if self.revision else "")
         if self.family:
-            yield "family", f"{self.family}, {self.layout or 'unknown'} names"
+            yield "family", f"{' or '.join(self.families)}, {self.layout or 'unknown'} names"
         else:
             samples = (f"unknown, with names like {c.sample}" for c in self.components if c.sample)
             yield "family", next(samples, "unknown: it holds no tensors")

@@ -5,6 +5,7 @@ Standard library only. Nothing here prints; the command line decides how an erro
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -147,8 +148,9 @@ class Refused(FuseloraError):
     def __init__(self, faults: Iterable[Fault]) -> None:
         # One LoRA on two experts is at fault in the same words for each.
         self.faults = tuple({(f.kind, f.path, f.message): f for f in faults}.values())
-        hints = dict.fromkeys(fault.hint for fault in self.faults if fault.hint)
-        super().__init__(_grouped(self.faults), hint=" ".join(hints) or None)
+        hints = (SENTENCES.split(fault.hint) for fault in self.faults if fault.hint)
+        said = dict.fromkeys(sentence for hint in hints for sentence in hint)
+        super().__init__(_grouped(self.faults), hint=" ".join(said) or None)
 
     def document(self) -> dict[str, object]:
         """The error as JSON data, ``{"error": ...}``, with all its faults."""
@@ -157,6 +159,7 @@ class Refused(FuseloraError):
 
 
 SHOWN = 12
+SENTENCES = re.compile(r"(?<=[.:]) (?=[A-Z])")  # in hints, which are made of whole ones
 
 
 def _grouped(faults: tuple[Fault, ...]) -> str:

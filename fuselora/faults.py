@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import PurePosixPath
@@ -17,15 +17,18 @@ from fuselora.kinds.lokr import misread_by_peft
 from fuselora.lora.adapter import NUMBERS
 from fuselora.lora.config import SAME_ALPHA, AdapterConfig, config_of_metadata
 from fuselora.lora.grammar import spellings
+from fuselora.lora.sampling import sampling_of
 from fuselora.lora.scale import BadAlpha, resolve_alpha
-from fuselora.made_for import made_for
+from fuselora.made_for import made_for, other_family
 from fuselora.match import FUSABLE, OTHER_SIZE, Hit, Matching, plain_name
 from fuselora.misses import miss_faults, with_misses_settled
 from fuselora.name_table import name_table
+from fuselora.plural import many
 from fuselora.widening import widening_faults, widening_notices
 
 if TYPE_CHECKING:
     from fuselora.checkpoint import Checkpoint, Component
+    from fuselora.families import Family
     from fuselora.lora.adapter import Adapter
     from fuselora.specs import AlphaSpec, Request
 
@@ -50,8 +53,8 @@ class Checked:
 def check(checkpoint: Checkpoint, matchings: Sequence[Matching], request: Request) -> Checked:
     """All faults that need no weights: fused or packed bases, alphas, misses, dtypes, zero matches."""
     faults = list(_fused_faults(checkpoint, request))
-    models = checkpoint.models
     notices = [*_base_notices(checkpoint, request), *_task_notices(checkpoint, matchings)]
+    notices += _family_notices(checkpoint, matchings)
     checked: list[Matching] = []
     for matching in matchings:
         weighed = with_blocks(matching, request.blocks)
@@ -60,38 +63,48 @@ def check(checkpoint: Checkpoint, matchings: Sequence[Matching], request: Reques
         checked.append(settled)
         packed = list(_packed_faults(settled, checkpoint))
         faults += [
-            *_with_target(matching, models),
+            *_with_target(matching, checkpoint),
             *alpha_faults,
-            *(packed or _missed(settled, request, models, matchings)),
+            *(packed or _missed(settled, request, checkpoint, matchings)),
         ]
         faults += [*_dtype_faults(settled), *_quantised_faults(settled), *_scale_faults(settled)]
         faults += _peft_faults(settled)
         notices += [*matching.notices, *_metadata_notices(settled), *_skip_notices(settled)]
         notices += [*_full_factor_notices(settled), *_replacement_notices(settled)]
-        notices += _no_effect_notices(settled)
+        notices += [*_no_effect_notices(settled), *_published_alphas(settled, checkpoint.family)]
     faults += widening_faults(checked)
     notices += widening_notices(checked)
     faults += [*_unused_alphas(checked, request.alphas), *unused_blocks(matchings, request.blocks)]
     return Checked(tuple(checked), tuple(faults), tuple(notices))
 
 
-def _with_target(matching: Matching, models: Sequence[str]) -> tuple[Fault, ...]:
+def _with_target(matching: Matching, checkpoint: Checkpoint) -> tuple[Fault, ...]:
     """The matching's own faults; what has another shape says which model the LoRA is for."""
-    unfit = [fault for fault in matching.faults if fault.hint == OTHER_SIZE]
-    meant = made_for(matching.assignment.adapter, models) if unfit else ""
+    unfit = {str(fault.key) for fault in matching.faults if fault.hint == OTHER_SIZE}
+    if not unfit:
+        return matching.faults
+    hint = made_for(matching.assignment.adapter, checkpoint).rstrip() or _size_hint(matching, unfit)
     return tuple(
-        replace(fault, hint=meant + OTHER_SIZE) if fault.hint == OTHER_SIZE else fault
-        for fault in matching.faults
+        replace(fault, hint=hint) if fault.hint == OTHER_SIZE else fault for fault in matching.faults
     )
 
 
+def _size_hint(matching: Matching, unfit: Set[str]) -> str:
+    """Of a LoRA that no other model is known to fit, how much of it fits this one."""
+    modules = {hit.module.name for hit in matching.hits}
+    if n_fitting := len(modules - unfit):
+        fits = f"{n_fitting} of {many(len(modules), 'module')} fit the base"
+        return f"{fits}: the LoRA is for a variant of this model, or the file is broken."
+    return OTHER_SIZE
+
+
 def _missed(
-    settled: Matching, request: Request, models: Sequence[str], matchings: Sequence[Matching]
+    settled: Matching, request: Request, checkpoint: Checkpoint, matchings: Sequence[Matching]
 ) -> Iterator[Fault]:
     order, component = settled.assignment.order, settled.assignment.component.name
     others = (m.assignment for m in matchings if m.hits)
     elsewhere = any(a.order == order and a.component.name != component for a in others)
-    return miss_faults(settled, request, models, elsewhere=elsewhere)
+    return miss_faults(settled, request, checkpoint, elsewhere=elsewhere)
 
 
 def _fused_faults(checkpoint: Checkpoint, request: Request) -> Iterator[Fault]:
@@ -126,6 +139,19 @@ def _base_notices(checkpoint: Checkpoint, request: Request) -> Iterator[Notice]:
             yield Notice("quantization_config", text, {"component": component.name})
     if request.stack and not checkpoint.is_fused:
         yield Notice("not_stacked", "--stack was given, but the base is not fused with anything", {})
+
+
+def _family_notices(checkpoint: Checkpoint, matchings: Sequence[Matching]) -> Iterator[Notice]:
+    """LoRAs whose names and shapes fit, and that are for another family all the same."""
+    transformers = {component.name for component in checkpoint.transformers}
+    fitting = (m.assignment for m in matchings if m.hits and m.assignment.component.name in transformers)
+    for adapter in {assignment.order: assignment.adapter for assignment in fitting}.values():
+        origin = other_family(adapter, checkpoint)
+        if origin and checkpoint.family:
+            base = checkpoint.family.name
+            text = f"{adapter.name}: is for {origin.named}, {origin.evidence}; the base is {base}"
+            facts = {"lora": adapter.name, "families": list(origin.families), "base": base}
+            yield Notice("other_family", text, {**facts, "evidence": origin.evidence})
 
 
 def _task_notices(checkpoint: Checkpoint, matchings: Sequence[Matching]) -> Iterator[Notice]:
@@ -219,6 +245,22 @@ def _no_effect_notices(matching: Matching) -> Iterator[Notice]:
         name = matching.assignment.adapter.name
         text = f"{name}: adds nothing to {matching.assignment.component.name}, as its scale is 0"
         yield Notice("no_effect", text, {"lora": name, "component": matching.assignment.component.name})
+
+
+def _published_alphas(matching: Matching, family: Family | None) -> Iterator[Notice]:
+    """Files that store no alpha, of which another one is published than their rank.
+
+    What one rank means to it, the strength can say of modules of several ranks: q, k and v in one.
+    """
+    name = matching.assignment.adapter.name
+    published = sampling_of(matching.assignment.adapter, family).alpha
+    ranks = {hit.rank for hit in matching.hits if hit.alpha and hit.alpha.source == "rank" and hit.rank}
+    alpha = published.value if published else None
+    if not published or not isinstance(alpha, float) or not ranks or alpha == min(ranks):
+        return
+    does = f"--alpha {alpha:g}" if len(ranks) == 1 else f"a strength of {alpha / min(ranks):g}"
+    text = f"{name}: stores no alpha, so its rank counts; {alpha:g} is {published.origin}: say {does}"
+    yield Notice("published_alpha", text, {"lora": name, "alpha": alpha, "ranks": sorted(ranks)})
 
 
 def _option_for(adapter: Adapter, options: Sequence[AlphaSpec]) -> AlphaSpec | None:

@@ -1,4 +1,4 @@
-"""What a LoRA was made for, told from its module names and delta shapes alone. No torch."""
+"""What a LoRA was made for, told from its module names and delta shapes, and what it says. No torch."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from typing import TYPE_CHECKING
 
 from fuselora.description import Target
 from fuselora.families import FAMILIES
-from fuselora.families.recognition import LEAST_SHARE
+from fuselora.families.recognition import LEAST_SHARE, families_named
 from fuselora.kinds import BadParts, Kind
 from fuselora.lora.grammar import UNFUSED, parse_key, spellings
 from fuselora.targets import key_owners
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
+    from fuselora.checkpoint import Checkpoint
     from fuselora.families import Family, Kin
     from fuselora.lora.adapter import Adapter, Module
 
 UNFUSED_ENDING = re.compile(f"(?:{'|'.join(suffix for _, suffix in UNFUSED)})$")
+SHOWN = 3  # models of one family, in a hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +50,55 @@ class Names:
         return found
 
 
-def names_for(adapter: Adapter) -> tuple[Names, ...]:
-    """As the families read them that have most of the names, those first that have room for the deltas.
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A family that has as many of a LoRA's names as any.
 
-    As none reads them where no family has most of them.
+    ``kin`` are its models with room for all deltas; ``n_blocks`` is one more than the last block that the
+    LoRA changes. ``is_whole``: it changes every block of one of these models. ``is_stated``: it says itself
+    that it is for this family.
     """
+
+    family: Family
+    kin: tuple[Kin, ...]
+    n_blocks: int
+    is_whole: bool
+    is_stated: bool
+
+    @property
+    def rank(self) -> tuple[bool, bool, bool]:
+        return self.is_stated, self.is_whole, bool(self.kin)
+
+
+def candidates(adapter: Adapter) -> tuple[Candidate, ...]:
+    """The likeliest first."""
     names = tuple(_readings(adapter))
     shares = {family.name: family.share(names) for family in FAMILIES}
     most = max(shares.values())
-    found = [family for family in FAMILIES if shares[family.name] == most > LEAST_SHARE]
-    found.sort(key=lambda family: not _kin(family, adapter))
-    return tuple(map(Names, found)) or (Names(None),)
+    stated = stated_families(adapter)
+    found = [
+        _candidate(family, adapter, is_stated=family in stated)
+        for family in FAMILIES
+        if shares[family.name] == most > LEAST_SHARE
+    ]
+    return tuple(sorted(found, key=lambda one: one.rank, reverse=True))
+
+
+def stated_families(adapter: Adapter) -> tuple[Family, ...]:
+    """Of the model that it says it was trained on."""
+    return tuple(family for text in adapter.trained_on.values() for family in families_named(text))
+
+
+def names_for(adapter: Adapter) -> tuple[Names, ...]:
+    """As each candidate reads them; as none does where no family has most of the names."""
+    return tuple(Names(one.family) for one in candidates(adapter)) or (Names(None),)
+
+
+def _candidate(family: Family, adapter: Adapter, *, is_stated: bool) -> Candidate:
+    canonical = family.canonical_shapes(Names(family).deltas(adapter))
+    kin, blocks = family.kin_of_deltas(canonical), family.block_numbers(canonical)
+    is_whole = family.blocks_alike and any(one.blocks == len(blocks) for one in kin)
+    return Candidate(family, kin, max(blocks, default=-1) + 1, is_whole, is_stated)
 
 
 def _readings(adapter: Adapter) -> Iterator[str]:
@@ -70,42 +110,114 @@ def _readings(adapter: Adapter) -> Iterator[str]:
 
 def target_of(adapter: Adapter) -> Target:
     """What ``inspect`` says of a LoRA."""
-    first, *others = names_for(adapter)
-    family = first.family
-    if family is None:
-        return Target()
-    deltas = first.deltas(adapter)
+    found = candidates(adapter)
+    if not found:
+        return Target(trained_on=adapter.trained_on)
+    first, *others = found
+    family, kin = first.family, first.kin
+    deltas = Names(family).deltas(adapter)
     canonical = family.canonical_shapes(deltas)
-    kin = family.kin_of_deltas(canonical)
     models = partial(_models, n_experts=2 if "transformer_2" in key_owners(adapter) else 1)
     parts = {rule.reason: models(family.kin_but_for(rule, canonical)) for rule in family.skips}
-    elsewhere = {names.family.name: models(_kin(names.family, adapter)) for names in others if names.family}
     sizes = {measure.name: tuple(sorted(measure.of(canonical))) for measure in family.measures}
     n_blocks = {one.blocks for one in kin}
     return Target(
         family=family.name,
+        families=tuple(one.family.name for one in found if one.rank == first.rank),
         layout=family.layout_of(deltas),
         models=models(kin),
         also={reason: found for reason, found in parts.items() if found},
-        others={name: found for name, found in elsewhere.items() if found},
+        others={one.family.name: models(one.kin) for one in others if one.kin},
         sizes={name: found for name, found in sizes.items() if found},
         branches={branch.name: branch.is_in(canonical) for branch in family.branches},
         blocks=tuple(sorted(family.block_numbers(canonical))),
         n_blocks=n_blocks.pop() if len(n_blocks) == 1 else None,
+        trained_on=adapter.trained_on,
     )
 
 
-def made_for(adapter: Adapter, base: Collection[str]) -> str:
-    """The models that a LoRA's names and shapes are those of, in a sentence.
+# Beside a base ---------------------------------------------------------------------------------------
 
-    Empty where no family has the names, and where the models ``base`` are among them.
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The families that a LoRA is for, of which the base's is none, and what tells. ``models``: of each."""
+
+    families: tuple[str, ...]
+    models: tuple[tuple[str, ...], ...]
+    evidence: str
+
+    @property
+    def named(self) -> str:
+        """The families, each with a few models that have room for the LoRA."""
+        return " or ".join(map(_with_models, self.families, self.models))
+
+
+def other_family(adapter: Adapter, checkpoint: Checkpoint) -> Origin | None:
+    """What a LoRA is for, if that is another family than the base's.
+
+    What it says itself counts first, then the share of its names, then its sizes, then that it changes every
+    block of a published model and only some of the base's. Families that fit it as well as the base's are no
+    evidence.
     """
-    target = target_of(adapter)
-    models = [*target.models, *(model for found in target.others.values() for model in found)]
-    if target.family is None or not {_bare(model) for model in base}.isdisjoint(map(_bare, models)):
+    base, stated = checkpoint.family, stated_families(adapter)
+    if base is None or base in stated:
+        return None
+    if stated:
+        key, text = next((key, text) for key, text in adapter.trained_on.items() if families_named(text))
+        names = tuple(dict.fromkeys(family.name for family in stated))
+        return Origin(names, ((),) * len(names), f"as its {key} says: {_short(text)}")
+    found = candidates(adapter)
+    own = next((one for one in found if one.family is base), None)
+    if own is None:
+        how = "by its names and shapes" if found and found[0].kin else "by its names"
+        return _origin([one for one in found if one.rank == found[0].rank], how)
+    if not own.kin and checkpoint.models:
+        return _origin([one for one in found if one.kin], "by its names and shapes")
+    whole = [one for one in found if one.is_whole]
+    if not whole or own.is_whole or own.n_blocks == _blocks_of(checkpoint):
+        return None
+    return _origin(whole, f"all {whole[0].n_blocks} of whose blocks it changes")
+
+
+def made_for(adapter: Adapter, checkpoint: Checkpoint) -> str:
+    """The models that a LoRA is for, in a sentence.
+
+    Empty where no family has the names, and where the base's models are among them.
+    """
+    if origin := other_family(adapter, checkpoint):
+        base = checkpoint.family.name if checkpoint.family else "of no known family"
+        return f"The LoRA is for {origin.named}, {origin.evidence}; the base is {base}. "
+    models = [model for one in candidates(adapter) for model in _models(one.kin, 1)]
+    if not models or not {_bare(model) for model in checkpoint.models}.isdisjoint(map(_bare, models)):
         return ""
-    found = " or ".join(models) or f"no published model of the family {target.family}"
-    return f"By its names and shapes the LoRA is for {found}. "
+    base = f", and the base is {' or '.join(checkpoint.models)}" if checkpoint.models else ""
+    return f"By its names and shapes the LoRA is for {' or '.join(models)}{base}. "
+
+
+def _origin(found: Sequence[Candidate], evidence: str) -> Origin | None:
+    if not found:
+        return None
+    models = tuple(_models(one.kin, 1) for one in found)
+    return Origin(tuple(one.family.name for one in found), models, evidence)
+
+
+def _with_models(family: str, models: Sequence[str]) -> str:
+    more = ["..."] if len(models) > SHOWN else []
+    return f"{family} ({', '.join([*models[:SHOWN], *more])})" if models else family
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"...{text[-77:]}")
+
+
+def _blocks_of(checkpoint: Checkpoint) -> int:
+    """How many blocks the base has."""
+    family, model = checkpoint.family, checkpoint.transformers[0]
+    if family is None:
+        return 0
+    shapes = family.canonical_shapes(model.model_shapes(), checkpoint.layout)
+    return max(family.block_numbers(shapes), default=-1) + 1
 
 
 def unread_keys(adapter: Adapter) -> Iterator[str]:
@@ -125,10 +237,6 @@ def delta_shape(kind: Kind, module: Module) -> tuple[int, ...]:
 
 def _bare(model: str) -> str:
     return model.partition(" (")[0]
-
-
-def _kin(family: Family, adapter: Adapter) -> tuple[Kin, ...]:
-    return family.kin_of_deltas(family.canonical_shapes(Names(family).deltas(adapter)))
 
 
 def _models(kin: Iterable[Kin], n_experts: int) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from itertools import product
 
 from fuselora.checkpoint import Component
 from fuselora.errors import Fault, Notice
-from fuselora.families import Family, Layout, SkipRule
+from fuselora.families import Family, Layout, RowOrder, SkipRule
 from fuselora.families.runs import Runs
 from fuselora.header import DTYPE_NAMES, TensorInfo
 from fuselora.kinds import BadParts, Kind, Part, fits
@@ -31,7 +31,8 @@ from fuselora.widening import widened
 
 FUSABLE = frozenset(DTYPE_NAMES)
 HEAD = re.compile(r"(?:^|[._])lm_head$")
-OTHER_SIZE = "The LoRA was made for another size or variant of this model."
+# said of a whole LoRA; ``faults`` says it otherwise where more is known
+OTHER_SIZE = "None of its shapes fits the base: the LoRA was made for another size of this model."
 TIED = "the head is tied to the embedding (tie_word_embeddings in config.json): it has no weight of its own"
 
 
@@ -110,7 +111,10 @@ class Unmatched:
 
 @dataclass(frozen=True, slots=True)
 class Matching:
-    """The outcome for one LoRA on one component."""
+    """The outcome for one LoRA on one component.
+
+    ``row_order``: what told its layout, where two have its names for other rows.
+    """
 
     assignment: Assignment
     hits: tuple[Hit, ...]
@@ -118,6 +122,7 @@ class Matching:
     unmatched: tuple[Unmatched, ...]
     faults: tuple[Fault, ...]
     notices: tuple[Notice, ...]
+    row_order: RowOrder | None = None
 
 
 def match(assignment: Assignment, family: Family | None, layout: Layout | None) -> Matching:
@@ -127,7 +132,8 @@ def match(assignment: Assignment, family: Family | None, layout: Layout | None) 
     modules = assignment.modules
     if unknown := _unknown_layout(assignment, family):
         return Matching(assignment, (), (), (), (unknown,), ())
-    search = _Search(assignment, table, _lora_layouts(table, assignment, family))
+    orders = _lora_orders(table, assignment, family)
+    search = _Search(assignment, table, tuple(order.layout for order in orders))
     hits: list[Hit] = []
     faults: list[Fault] = []
     homeless: list[Module] = []
@@ -139,10 +145,11 @@ def match(assignment: Assignment, family: Family | None, layout: Layout | None) 
             homeless.append(module)
     skipped, unmatched = _explain(homeless, assignment.component, family, layout)
     hits = [widened(hit, assignment.component, family, layout) for hit in hits]
-    faults += _shape_faults(assignment, hits) + _double_faults(assignment, hits)
+    faults += _shape_faults(assignment, hits) + _double_faults(assignment, hits, family)
     faults += _stray_alphas(assignment, modules)
     notices = tuple(_orphan_notices(assignment, modules))
-    return Matching(assignment, tuple(hits), skipped, unmatched, tuple(faults), notices)
+    order = search.order_that_counts(orders)
+    return Matching(assignment, tuple(hits), skipped, unmatched, tuple(faults), notices, order)
 
 
 def module_glob(module: str, pattern: str) -> bool:
@@ -225,6 +232,15 @@ class _Search:
             return found[preferred]
         return tuple(dict.fromkeys(home for homes in found.values() for home in homes))
 
+    def order_that_counts(self, orders: Sequence[RowOrder]) -> RowOrder | None:
+        """The first of ``orders`` that decided a name which means other rows in another layout."""
+        for module in self.assignment.modules if orders else ():
+            for reading in _readings(module, self.assignment.component):
+                found = self.table.find(reading, ".weight")
+                if len(set(found.values())) > 1:
+                    return next((order for order in orders if order.layout in found), None)
+        return None
+
     def _layouts_hint(self, module: Module, kind: Kind) -> str | None:
         """The option that decides, where layouts disagree about the name."""
         readings = _readings(module, self.assignment.component)
@@ -270,8 +286,8 @@ def _unknown_layout(assignment: Assignment, family: Family | None) -> Fault | No
     return Fault("layout", f"{said} is no layout of {known}", path=assignment.adapter.name)
 
 
-def _lora_layouts(table: NameTable, assignment: Assignment, family: Family | None) -> tuple[Layout, ...]:
-    """The layouts that a LoRA can be spelled in, the likeliest first.
+def _lora_orders(table: NameTable, assignment: Assignment, family: Family | None) -> tuple[RowOrder, ...]:
+    """The layouts that a LoRA can be spelled in, the likeliest first, and what tells.
 
     As the user says, by names of one layout alone, and by a sign. Where none of them has a name that other
     layouts use for different tensors, that is ambiguous: names of several layouts, say, in one file.
@@ -279,11 +295,12 @@ def _lora_layouts(table: NameTable, assignment: Assignment, family: Family | Non
     if family is None:
         return ()
     if said := assignment.adapter.location.spec.layout:
-        return (said,)
+        return (RowOrder(said, "--lora-layout"),)
     adapter = assignment.adapter
-    signed = family.layout_of_lora((tensor.name for tensor in adapter.tensors), adapter.metadata)
+    signed = family.order_of_lora((tensor.name for tensor in adapter.tensors), adapter.metadata)
     voted = _voted(table, assignment)
-    return tuple(layout for layout in (voted, signed) if layout)
+    named = RowOrder(voted, "names of its own") if voted else None
+    return tuple(order for order in (named, signed) if order)
 
 
 def _voted(table: NameTable, assignment: Assignment) -> Layout | None:
@@ -369,7 +386,7 @@ def _check_rows(hit: Hit) -> None:
         raise BadParts(text, "unsupported")
 
 
-def _double_faults(assignment: Assignment, hits: Sequence[Hit]) -> list[Fault]:
+def _double_faults(assignment: Assignment, hits: Sequence[Hit], family: Family | None) -> list[Fault]:
     """Rows meant twice in one file, by two spellings or two kinds of diff; pair and diff may meet.
 
     Two that both give the changed tensor may not: what the second one starts from nobody says.
@@ -383,10 +400,20 @@ def _double_faults(assignment: Assignment, hits: Sequence[Hit]) -> list[Fault]:
         if first := next(met, None):
             one, two = first.tensors[0].name, hit.tensors[0].name
             text = f"{hit.base_key} is meant twice, by {one} and by {two}"
-            faults.append(Fault("twice", text, path=assignment.adapter.name, key=hit.module.name))
+            hint = _repeats_hint((first.module, hit.module), family)
+            faults.append(Fault("twice", text, path=assignment.adapter.name, key=hit.module.name, hint=hint))
         for group in others:
             group.append(hit)
     return faults
+
+
+def _repeats_hint(modules: Sequence[Module], family: Family | None) -> str:
+    """Which of two spellings of a layer to leave out, where a family knows that."""
+    pattern = family.repeats if family else ""
+    found = [match[0] for m in modules if pattern and (match := re.search(pattern, plain_name(m.name)))]
+    if len(found) != 1:
+        return "Leave the keys of one of the two out of the file."
+    return f"Leave the keys of *{found[0]} out of the file, as diffusers does: they repeat the others."
 
 
 def _overlap(one: Runs, two: Runs) -> bool:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fuselora.digest import read_range
 from fuselora.errors import Fault
 from fuselora.kinds.kind import ALPHAS, MAGNITUDES
-from fuselora.made_for import made_for
-from fuselora.match import Matching, Skip, Unmatched, module_glob
+from fuselora.made_for import made_for, other_family
+from fuselora.match import OTHER_SIZE, Matching, Skip, Unmatched, module_glob
 from fuselora.reading import reading
 from fuselora.targets import named_component
 from fuselora.text_encoders import MEANINGS
 
 if TYPE_CHECKING:
+    from fuselora.checkpoint import Checkpoint
     from fuselora.header import TensorInfo
     from fuselora.lora.adapter import Adapter, Module
     from fuselora.specs import Request
@@ -40,21 +41,21 @@ def with_misses_settled(matching: Matching, request: Request) -> Matching:
 
 
 def miss_faults(
-    matching: Matching, request: Request, base: Sequence[str], *, elsewhere: bool
+    matching: Matching, request: Request, checkpoint: Checkpoint, *, elsewhere: bool
 ) -> Iterator[Fault]:
     """Every module without a home, or that none has one.
 
-    ``base``: the models that the base could be. ``elsewhere``: whether the LoRA has hits in another
-    component, so that this part of it may all be allowed to stay out.
+    ``elsewhere``: whether the LoRA has hits in another component, so that this part of it may all be
+    allowed to stay out.
     """
     adapter = matching.assignment.adapter
     missed = [*matching.unmatched, *matching.skipped]
     asked = any(skip.asked for skip in matching.skipped)
     allowed = elsewhere and not matching.unmatched
     if not matching.hits and not matching.faults and not asked and not allowed:
-        yield _nothing_matched(matching, len(missed) or len(adapter.modules), made_for(adapter, base))
+        yield _nothing_matched(matching, len(missed) or len(adapter.modules), made_for(adapter, checkpoint))
         return
-    hint = _miss_hint(matching, base) if matching.unmatched else ""
+    hint = _miss_hint(matching, checkpoint) if matching.unmatched else ""
     for miss in matching.unmatched:
         name = miss.module.name
         why = f" ({miss.likely})" if miss.likely else ""
@@ -81,15 +82,21 @@ def _nothing_matched(matching: Matching, n_modules: int, meant: str) -> Fault:
     return Fault("no_match", text, path=adapter.name, key=lora_key, hint=f"{meant}{samples}")
 
 
-def _miss_hint(matching: Matching, base: Sequence[str]) -> str:
-    """What the base has; the text encoders that it has not are named as keys spell them."""
+def _miss_hint(matching: Matching, checkpoint: Checkpoint) -> str:
+    """What the base has; the text encoders that it has not are named as keys spell them.
+
+    What may stay unapplied is asked only where the rest could be fused, and fused sensibly.
+    """
+    meant = made_for(matching.assignment.adapter, checkpoint)
+    if other_family(matching.assignment.adapter, checkpoint):
+        return meant.rstrip()
     base_key = next(iter(matching.assignment.component.tensors()), "nothing")
     named = {named_component(miss.module.name) for miss in matching.unmatched}
     lacking = " and ".join(sorted(name for name in named if name and name in MEANINGS))
     whole = f"For {lacking} fuse into a pipeline that has it. " if lacking else ""
-    allow = "Name the modules that may stay unapplied with --allow-unmatched GLOB."
-    meant = made_for(matching.assignment.adapter, base)
-    return f"{meant}The base has keys like {base_key}. {whole}{allow}"
+    unfit = any(fault.hint == OTHER_SIZE for fault in matching.faults)
+    allow = "" if unfit else "Name the modules that may stay unapplied with --allow-unmatched GLOB."
+    return f"{meant or f'The base has keys like {base_key}. '}{whole}{allow}".rstrip()
 
 
 def is_zero(adapter: Adapter, module: Module) -> bool:

@@ -108,6 +108,7 @@ def _base(plan: FusePlan) -> dict[str, object]:
         "revision": checkpoint.revision,
         "family": checkpoint.family.name if checkpoint.family else None,
         "layout": checkpoint.layout,
+        **({"layout_told_by": checkpoint.row_order.told_by} if checkpoint.row_order else {}),
         "pipeline_class": checkpoint.pipeline_class,
     }
 
@@ -174,7 +175,7 @@ def _lora(matching: Matching, content: LoraContent, blocks: Sequence[BlockSpec])
         "content_sha256": content.content_sha256,
         "component": assignment.component.name,
         "strength": assignment.strength,
-        **({"layout": layout} if (layout := assignment.adapter.location.spec.layout) else {}),
+        **_layout(matching),
         **_blocks(blocks_for(assignment.component.name, blocks)),
         "dialect": " + ".join(sorted({row.module.dialect for row in matching.hits or matching.skipped})),
         "ranks": sorted({hit.rank for hit in pairs if hit.rank is not None}),
@@ -184,6 +185,14 @@ def _lora(matching: Matching, content: LoraContent, blocks: Sequence[BlockSpec])
         "skipped": [{"module": skip.module.name, "reason": skip.reason} for skip in matching.skipped],
     }
     return {**entry, "sha256": content.sha256} if content.sha256 else entry
+
+
+def _layout(matching: Matching) -> dict[str, object]:
+    """As the user said, or as a sign told; nothing where the names alone do."""
+    order, said = matching.row_order, matching.assignment.adapter.location.spec.layout
+    if order is not None:
+        return {"layout": order.layout, "layout_told_by": order.told_by}
+    return {"layout": said} if said else {}
 
 
 def _alpha(pairs: Sequence[Hit]) -> dict[str, object]:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from fuselora.demo import Demo
     from fuselora.describe import Description
     from fuselora.estimate import Estimate
+    from fuselora.families import RowOrder
     from fuselora.match import Matching
     from fuselora.pipeline import FuseReport
     from fuselora.planning import FusePlan
@@ -214,6 +215,8 @@ class Reporter:
         models = ", ".join(checkpoint.models) or "no published size"
         family = checkpoint.family.name if checkpoint.family else "no known family"
         self._line(f"{checkpoint.source}: {models} ({family}, {checkpoint.layout or 'unknown'} names)")
+        if checkpoint.row_order:
+            self._line(f"  {_order(checkpoint.row_order, '--base-layout')}")
         if plan.skeleton:
             kind = plan.skeleton.pipeline_class or "pipeline"
             self._line(f"written as a diffusers {kind}, all but the weights from {plan.skeleton.source}")
@@ -253,6 +256,8 @@ class Reporter:
             f"{document['name']} on {document['component']}, strength {document['strength']:g}: "
             f"{many(n_modules, 'module')}{f' ({counts})' if counts else ''}"
         )
+        if matching.row_order:
+            self._line(f"  {_order(matching.row_order, '--lora-layout')}")
         self._rows(
             f"  scale {group['scale']:g} = strength * alpha {group['alpha']:g} / rank {group['rank']} "
             f"(alpha from {SOURCES[group['source']]}){_block(group)}: {many(group['modules'], 'module')}"
@@ -361,6 +366,12 @@ def amount(n_bytes: float) -> str:
 
 def _block(group: Mapping[str, object]) -> str:
     return f" * {group['block']:g} from --blocks" if "block" in group else ""
+
+
+def _order(order: RowOrder, option: str) -> str:
+    """Where a sign decided, the option that overrules it."""
+    overrules = "" if order.told_by == option else f"; {option} overrules"
+    return f"rows in the order of {order.layout} ({order.told_by}{overrules})"
 
 
 def _estimated(estimate: Estimate) -> str:

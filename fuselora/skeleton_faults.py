@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from fuselora.errors import Fault, FormatError, InputError
+from fuselora.families import FAMILIES
 from fuselora.families.model_class import BadFieldError, Difference, ModelClass
 from fuselora.filenames import is_index, is_weight_file
 from fuselora.header import read_header
@@ -116,14 +117,18 @@ def _is_pointer(file: SideFile) -> bool:
 def _layout_fault(checkpoint: Checkpoint) -> Fault | None:
     """Whether there is anything to convert, and a way to do it."""
     family, layout, hint = checkpoint.family, checkpoint.layout, None
-    if family is None or not family.classes:
+    as_it_is = "Leave out --layout and --skeleton; the output is then as the base."
+    if family is None:
         sample = next(iter(checkpoint.components[0].tensors()), "nothing")
         text = f"is of no family whose diffusers names are known; it has names like {sample}"
     elif layout == "diffusers":
-        text = "has diffusers names already: there is nothing to convert"
-        hint = "Leave out --layout and --skeleton; the output is then as the base."
+        text, hint = "has diffusers names already: there is nothing to convert", as_it_is
     elif layout is None:
         text = "has too few tensors to tell whose names they have"
+    elif not family.classes:
+        able = " and ".join(other.name for other in FAMILIES if other.classes)
+        text = f"is a {family.name} base, and only those of {able} can be written as a pipeline"
+        hint = f"{as_it_is} diffusers can convert that, or this base beforehand."
     else:
         return None
     return Fault("layout", text, path=str(checkpoint.root), hint=hint)

@@ -56,6 +56,7 @@ def _few_step(row: FewStep) -> dict[str, object]:
         "flow_shift": row.flow_shift,
         "solver": row.solver,
         "remark": row.remark,
+        "alpha": row.alpha,
     }
     told = {name: value for name, value in settings.items() if value is not None}
     return {"name": row.name, "source": row.source, **told}

@@ -201,12 +201,33 @@ def test_a_base_that_has_diffusers_names(skeleton: Path, tmp_path: Path) -> None
 
 
 def test_a_base_of_no_known_family(skeleton: Path, tmp_path: Path) -> None:
-    specs = [Spec("transformer_blocks.0.attn.to_q.weight", "F32", (4, 4))]
-    base = write_safetensors(tmp_path / "qwen.safetensors", specs)
+    specs = [Spec("decoder.0.weight", "F32", (4, 4))]
+    base = write_safetensors(tmp_path / "odd.safetensors", specs)
     assert only(faults(skeleton, base)).message == (
-        "is of no family whose diffusers names are known; "
-        "it has names like transformer_blocks.0.attn.to_q.weight"
+        "is of no family whose diffusers names are known; it has names like decoder.0.weight"
     )
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("flux.1", ("double_blocks.0.img_attn.qkv.weight", "vector_in.in_layer.weight")),
+        ("z-image", ("layers.0.attention.qkv.weight", "cap_embedder.0.weight")),
+    ],
+)
+def test_a_family_that_is_not_converted(
+    skeleton: Path, tmp_path: Path, family: str, names: tuple[str, ...]
+) -> None:
+    base = write_safetensors(tmp_path / "x.safetensors", [Spec(name, "F32", (12, 4)) for name in names])
+    fault = only(faults(skeleton, base))
+    assert fault.message == f"is a {family} base, and only those of wan can be written as a pipeline"
+    assert fault.hint is not None and "Leave out --layout" in fault.hint
+
+
+def test_a_family_with_diffusers_names_alone(skeleton: Path, tmp_path: Path) -> None:
+    names = ("img_in.weight", "txt_in.weight", "txt_norm.weight")
+    base = write_safetensors(tmp_path / "qwen.safetensors", [Spec(name, "F32", (4,)) for name in names])
+    assert "has diffusers names already" in only(faults(skeleton, base)).message
 
 
 def test_a_base_whose_names_say_nothing(skeleton: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fuselora.families.chroma import CHROMA
-from fuselora.families.family import Family, Layout, Sign, Widening
+from fuselora.families.family import Family, Layout, RowOrder, Sign, Widening
 from fuselora.families.few_step import FewStep
 from fuselora.families.flux1 import FLUX1
 from fuselora.families.flux2 import FLUX2
@@ -51,6 +51,7 @@ __all__ = [
     "Kin",
     "Layout",
     "Measure",
+    "RowOrder",
     "Sign",
     "SkipRule",
     "Widening",

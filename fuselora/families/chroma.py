@@ -32,6 +32,7 @@ MODULATION = SkipRule(
 
 CHROMA = Family(
     name="chroma",
+    known_as=r"(?<![a-z])chroma(?![a-z])",
     canonical="diffusers",
     layouts={"native": Renames(ROWS)},
     names=canonical_names(ROWS) | SAME,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -35,11 +35,25 @@ class Sign:
     lora_key: str = ""
     lora_metadata: tuple[str, str] | None = None
 
-    def is_on(self, keys: Iterable[str], metadata: Mapping[str, str]) -> bool:
-        """Whether a LoRA has it."""
+    def of_lora(self, keys: Iterable[str], metadata: Mapping[str, str]) -> str | None:
+        """Where a LoRA has it, in words."""
         if self.lora_metadata and metadata.get(self.lora_metadata[0]) == self.lora_metadata[1]:
-            return True
-        return bool(self.lora_key) and any(re.search(self.lora_key, key) for key in keys)
+            return f"{' '.join(self.lora_metadata)} in its metadata"
+        found = (key for key in keys if self.lora_key and re.search(self.lora_key, key))
+        return next((f"its key {key}" for key in found), None)
+
+    def of_base(self, names: Iterable[str]) -> str | None:
+        """Where a base has it, in words."""
+        found = (name for name in names if self.base_has and compiled(self.base_has).fullmatch(name))
+        return next((f"its tensor {name}" for name in found), None)
+
+
+@dataclass(frozen=True, slots=True)
+class RowOrder:
+    """Of layouts that share their names, the one whose order the rows are read in, and what told."""
+
+    layout: Layout
+    told_by: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +106,10 @@ class Family:
     the one whose sign is not there being the first in ``layouts``. ``widens``: weights that a LoRA may give
     more columns. ``beside``: modules that single files hold
     beside the model, under no prefix, and that LoRAs may be for. ``pipelines``: classes in model_index.json
-    that serve some of the models alone.
+    that serve some of the models alone. ``known_as``: searched for, case aside, in what trainers and
+    configurations call the model that a LoRA was trained on. ``repeats``: searched for in module names, what
+    some trainers save of a layer a second time. ``blocks_alike``: whether every block has the same layers, so
+    that a LoRA of some layers is one of all blocks or of chosen ones.
     """
 
     name: str
@@ -113,8 +130,15 @@ class Family:
     widens: Mapping[str, Widening] = field(default_factory=dict)
     beside: frozenset[str] = frozenset()
     pipelines: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    known_as: str = ""
+    blocks_alike: bool = True
+    repeats: str = ""
 
     # Names
+
+    def is_named(self, text: str) -> bool:
+        """Whether a model's name, or what a trainer calls it, is that of one of this family."""
+        return bool(self.known_as) and re.search(self.known_as, text, re.IGNORECASE) is not None
 
     @property
     def all_layouts(self) -> tuple[Layout, ...]:
@@ -184,20 +208,24 @@ class Family:
         most = [layout for layout, n in votes.items() if n == max(votes.values())]
         if most:
             return most[0] if len(most) == 1 else None
-        return self._by_sign(names)
+        order = self.order_of_base(names)
+        return order.layout if order else None
 
-    def layout_of_lora(self, keys: Iterable[str], metadata: Mapping[str, str]) -> Layout | None:
+    def order_of_lora(self, keys: Iterable[str], metadata: Mapping[str, str]) -> RowOrder | None:
         """Of layouts that share their names, the one whose sign a LoRA has, else the first."""
         keys = tuple(keys)
-        signed = (sign.layout for sign in self.signs if sign.is_on(keys, metadata))
-        return next(signed, next(iter(self.layouts)) if self.signs else None)
+        return self._order([(sign.layout, sign.of_lora(keys, metadata)) for sign in self.signs])
 
-    def _by_sign(self, names: Iterable[str]) -> Layout | None:
+    def order_of_base(self, names: Iterable[str]) -> RowOrder | None:
         """Of layouts that share their names, the one that a tensor is the sign of, else the first."""
-        for sign in self.signs:
-            if sign.base_has and any(compiled(sign.base_has).fullmatch(name) for name in names):
-                return sign.layout
-        return next(iter(self.layouts)) if self.signs else None
+        names = tuple(names)
+        return self._order([(sign.layout, sign.of_base(names)) for sign in self.signs])
+
+    def _order(self, signs: Sequence[tuple[Layout, str | None]]) -> RowOrder | None:
+        """The first layout that has a sign."""
+        found = (RowOrder(layout, told_by) for layout, told_by in signs if told_by)
+        others = " or ".join(layout for layout, _ in signs)
+        return next(found, RowOrder(next(iter(self.layouts)), f"no sign of {others}") if signs else None)
 
     def _only_in(self, name: str) -> Layout | None:
         """The one layout that spells a tensor so, where the layouts differ about it."""
@@ -253,10 +281,13 @@ class Family:
         return {piece.name: piece.shape for piece in pieces}
 
     def _pieces_or_it(self, name: str, shapes: Shapes, layout: Layout | None) -> tuple[Piece, ...]:
+        """Without a shape the first canonical tensor stands for all that it is made of."""
         try:
-            return self.pieces(name, shapes, layout)
+            if shapes[name]:
+                return self.pieces(name, shapes, layout)
         except ValueError:
-            return (Piece(self.canonical_name(name, layout), (), ()),)
+            pass
+        return (Piece(self.canonical_name(name, layout), (), ()),)
 
     def keeps_float32(self, name: str, layout: Layout | None) -> bool:
         """Whether the model class keeps this tensor of a checkpoint in ``layout`` in float32."""

@@ -13,7 +13,8 @@ class FewStep:
 
     ``pattern`` is searched for in a file's, folder's or repository's name, case aside. ``source`` says
     where the values are published; one that is not, or not as one number, is None. ``remark`` is what
-    none of the fields can say, ``phase`` the part of a pipeline that alone it is for.
+    none of the fields can say, ``phase`` the part of a pipeline that alone it is for, ``alpha`` that of files
+    that say none themselves.
     """
 
     name: str
@@ -25,6 +26,7 @@ class FewStep:
     solver: str | None = None
     remark: str | None = None
     phase: str | None = None
+    alpha: float | None = None
 
 
 # Words that releases and their repacks put around a name; single letters are those of t2v, i2v, 14b, v1.1.

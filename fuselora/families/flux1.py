@@ -118,6 +118,7 @@ def _kin(*models: str, channels: int = 64, guidance: bool = True) -> Kin:
 
 FLUX1 = Family(
     name="flux.1",
+    known_as=r"flux[-_. ]?1(?![0-9])|flux[-_. ]?(?:dev|schnell|kontext|krea)",
     canonical="diffusers",
     layouts={"native": Renames((*BLOCK_ROWS, *OWN_ROWS)), "xlabs": Renames(XLABS_ROWS)},
     names=canonical_names((*BLOCK_ROWS, *OWN_ROWS)),

@@ -67,6 +67,7 @@ def _kin(*models: str, dim: int, text: int, double: int, single: int, guidance: 
 
 FLUX2 = Family(
     name="flux.2",
+    known_as=r"flux[-_. ]?2(?![0-9])",
     canonical="diffusers",
     layouts={"native": Renames(ROWS), "sformer": Renames(SHORTENED)},
     names=canonical_names(ROWS),

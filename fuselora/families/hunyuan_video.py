@@ -131,6 +131,7 @@ def _kin(*models: str, channels: int = 16, guidance: bool = True) -> Kin:
 
 HUNYUAN_VIDEO = Family(
     name="hunyuan-video",
+    known_as=r"(?:hunyuan[-_ ]?|hy)video(?![-_ ]?1[-_.]?5)|fasthunyuan|framepack",
     canonical="diffusers",
     layouts={"native": Renames(ROWS), "comfy": Renames(in_comfy(ROWS))},
     names=canonical_names(ROWS),

@@ -50,6 +50,7 @@ def _kin(*models: str, channels: int, meanflow: bool | None) -> Kin:
 
 HUNYUAN_VIDEO_15 = Family(
     name="hunyuan-video-1.5",
+    known_as=r"hunyuan[-_ ]?video[-_ ]?1[-_.]?5",
     canonical="diffusers",
     layouts={"native": Renames(ROWS), "comfy": Renames(COMFY_ROWS)},
     names=canonical_names(ROWS),

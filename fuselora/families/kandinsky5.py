@@ -40,6 +40,7 @@ def _kin(*models: str, blocks: int, dim: int, channels: int = 33) -> Kin:
 
 KANDINSKY_5 = Family(
     name="kandinsky-5",
+    known_as=r"kandinsky[-_ ]?5",
     canonical="diffusers",
     layouts={},
     names=frozenset(NAMES),

@@ -31,6 +31,7 @@ SOURCE = "meituan-longcat/LongCat-Video"
 
 LONGCAT_VIDEO = Family(
     name="longcat-video",
+    known_as=r"longcat[-_ ]?video",
     canonical="native",
     layouts={},
     names=frozenset((*STEM, *(f"blocks.{{n}}.{name}" for name in BLOCK))),

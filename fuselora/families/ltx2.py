@@ -76,6 +76,7 @@ def _kin(model: str, *, gates: bool, keyframes: bool) -> Kin:
 
 LTX_2 = Family(
     name="ltx-2",
+    known_as=r"ltx[-_ ]?2(?![0-9b])",
     canonical="diffusers",
     layouts={"native": Renames(ROWS)},
     names=canonical_names(ROWS) | frozenset(SAME),

@@ -33,6 +33,7 @@ def _kin(*models: str, blocks: int, dim: int) -> Kin:
 
 LTX_VIDEO = Family(
     name="ltx-video",
+    known_as=r"ltx[-_ ]?video|ltxv",
     canonical="diffusers",
     layouts={"native": Renames(ROWS)},
     names=canonical_names(ROWS) | frozenset(SAME),

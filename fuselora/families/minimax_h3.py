@@ -67,7 +67,8 @@ FEW_STEP = (
         source="ModelTC/Minimax-H3-Turbo",
         guidance_scale=1.0,
         flow_shift=6.0,
-        remark=f"{REMARK}; of a file that says no alpha its README says --lora-alpha 128",
+        alpha=128.0,
+        remark=REMARK,
     ),
     FewStep(
         name="LightX2V's MiniMax-H3 Turbo, 544p",
@@ -76,12 +77,14 @@ FEW_STEP = (
         source="ModelTC/Minimax-H3-Turbo",
         guidance_scale=1.0,
         flow_shift=12.0,
-        remark=f"{REMARK}; of a file that says no alpha its script takes 8",
+        alpha=8.0,
+        remark=REMARK,
     ),
 )
 
 MINIMAX_H3 = Family(
     name="minimax-h3",
+    known_as=r"minimax[-_ ]?h3",
     canonical="diffusers",
     layouts={"native": Renames((*STACKED, *SAME)), "raw": Renames((*INTERLEAVED, *SAME))},
     names=canonical_names((*STACKED, *SAME)) | {"token_refiner.final_norm", "rope.inv_freq"},

@@ -29,6 +29,7 @@ NAMES = (
 
 QWEN_IMAGE = Family(
     name="qwen-image",
+    known_as=r"qwen[-_ ]?image",
     canonical="diffusers",
     layouts={},
     names=frozenset(NAMES),

@@ -23,10 +23,12 @@ def _kin(*models: str, text: int, channels: int = 4) -> Kin:
 
 SD = Family(
     name="sd",
+    known_as=r"(?:stable[-_ ]diffusion[-_ ]|(?<![a-z])sd[-_ ]?)v?(?:15?|21?)(?![0-9])",
     canonical="diffusers",
     layouts={"sgm": Renames(sgm_rows((True, True, True, False)))},
     names=frozenset(names()),
     block="down_blocks.{n}.",
+    blocks_alike=False,
     kin=(
         _kin("SD-1.4", "SD-1.5", text=768),
         _kin("SD-1.5-inpainting", text=768, channels=9),

@@ -80,6 +80,7 @@ def _hyper(steps: int, guidance: float) -> FewStep:
 
 SD3 = Family(
     name="sd3",
+    known_as=r"(?:stable[-_ ]diffusion[-_ ]|(?<![a-z])sd[-_ ]?)v?3(?![0-9])",
     canonical="diffusers",
     layouts={"native": Renames(ROWS)},
     names=canonical_names(ROWS) | {"context_embedder"},

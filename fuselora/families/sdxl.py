@@ -15,33 +15,44 @@ ADDED = (
     ("label_emb.0.0", "add_embedding.linear_1"),
     ("label_emb.0.2", "add_embedding.linear_2"),
 )
+MID_TEXT = "mid_block.attentions.0.transformer_blocks.0.attn2.to_k.weight"  # its columns are the text's width
 
 
 SDXL = Family(
     name="sdxl",
+    known_as=r"(?:stable[-_ ]diffusion[-_ ]|(?<![a-z])sd[-_ ]?)xl",
     canonical="diffusers",
     layouts={"sgm": Renames((*ADDED, *sgm_rows((False, True, True))))},
     names=frozenset(names()) | {ours for _, ours in ADDED},
     block="down_blocks.{n}.",
+    blocks_alike=False,
     kin=(
         Kin(
             ("SDXL-base-1.0",),
             (),
             3,
-            {"conv_in.weight": (320, 4, 3, 3), "add_embedding.linear_1.weight": (1280, 2816)},
+            {
+                "conv_in.weight": (320, 4, 3, 3),
+                "add_embedding.linear_1.weight": (1280, 2816),
+                MID_TEXT: (1280, 2048),
+            },
         ),
         Kin(
             ("SDXL-inpainting-0.1",),
             (),
             3,
-            {"conv_in.weight": (320, 9, 3, 3), "add_embedding.linear_1.weight": (1280, 2816)},
+            {
+                "conv_in.weight": (320, 9, 3, 3),
+                "add_embedding.linear_1.weight": (1280, 2816),
+                MID_TEXT: (1280, 2048),
+            },
         ),
     ),
     measures=(
         Measure("in_channels", ("conv_in.weight", 1), {1: ("conv_in.weight",)}),
         Measure(
             "text_dim",
-            ("mid_block.attentions.0.transformer_blocks.0.attn2.to_k.weight", 1),
+            (MID_TEXT, 1),
             {
                 1: tuple(
                     f"{b}.attentions.{{n}}.transformer_blocks.{{n}}.attn2.to_k.weight"

@@ -49,6 +49,7 @@ def _kin(*models: str, layers: int, dim: int, linear_head: bool, experts: bool =
 
 SENSENOVA_U1 = Family(
     name="sensenova-u1",
+    known_as=r"sensenova[-_ ]?u1",
     canonical="native",
     layouts={},
     names=frozenset(NAMES),

@@ -208,6 +208,7 @@ def _vace(blocks: int, dim: int, model: str) -> Kin:
 
 WAN = Family(
     name="wan",
+    known_as=r"(?<![a-z])(?:fast)?wan(?![a-z])",
     canonical="native",
     layouts={"diffusers": Renames((diffusers, native) for native, diffusers in ROWS)},
     names=frozenset(split_leaf(row.name)[0] for kind in WAN_CLASSES for row in kind.rows),

@@ -42,8 +42,11 @@ DOTTED = tuple((f"{b}.attention.to.{part}", f"{b}.attention.to_{part}") for b in
 
 Z_IMAGE = Family(
     name="z-image",
+    known_as=r"(?<![a-z])z[-_ ]?image",
     canonical="diffusers",
     layouts={"native": Renames(ROWS), "dotted": Renames(DOTTED)},
+    # Anime-Z's files have them beside ``to.q`` and ``to_out.0``; diffusers' LoRA converter skips them
+    repeats=r"\.attention\.(?:qkv|out)$",
     names=canonical_names(ROWS) | frozenset(SAME),
     block="layers.{n}.",
     kin=(Kin(("Z-Image", "Z-Image-Turbo"), (), 30, {"all_x_embedder.2-1.weight": (3840, 64)}),),

@@ -27,6 +27,7 @@ from fuselora.lora.config import (
 from fuselora.lora.config_faults import Stated, config_faults, network_faults, type_fault
 from fuselora.lora.grammar import MODIFIERS, ParsedKey, parse_key, spellings, unfused_kind
 from fuselora.lora.scale import BadAlpha, StoredAlpha, read_alpha, read_sizes
+from fuselora.lora.training import trained_on
 from fuselora.reading import reading
 from fuselora.shards import SHARD_NUMBER, open_files
 from fuselora.text_encoders import MEANINGS, TEXT_ENCODERS
@@ -84,6 +85,7 @@ class Adapter:
     """A LoRA: every tensor is in exactly one module, or named by one of ``faults``.
 
     ``files``: one, or the shards of an index by name; ``homes``: the file of each tensor, by its name.
+    ``trained_on``: where it says on which model -> what it says.
     """
 
     location: LoraLocation
@@ -93,6 +95,7 @@ class Adapter:
     modules: tuple[Module, ...]
     config: AdapterConfig | None
     faults: tuple[Fault, ...]
+    trained_on: Mapping[str, str]
 
     @property
     def name(self) -> str:
@@ -157,7 +160,8 @@ def open_adapter(location: LoraLocation) -> Adapter:
     faults += [config_fault] if config_fault else []
     types = (type_fault(where, document, location.name) for document in documents.values())
     faults = [fault for fault in types if fault] or faults
-    return Adapter(location, files, homes, metadata, modules, config, tuple(faults))
+    said = trained_on(metadata, where, documents)
+    return Adapter(location, files, homes, metadata, modules, config, tuple(faults), said)
 
 
 def component_of(module: str) -> str:

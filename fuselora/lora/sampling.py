@@ -55,11 +55,15 @@ class Stated:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """What one LoRA says; ``remark`` is what no setting can say, ``phase`` the only one that it is for."""
+    """What one LoRA says; ``remark`` is what no setting can say, ``phase`` the only one that it is for.
+
+    ``alpha`` is what is published for it, where a file stores none.
+    """
 
     settings: Mapping[Setting, Stated]
     remark: str | None = None
     phase: str | None = None
+    alpha: Stated | None = None
 
 
 def sampling_of(adapter: Adapter, family: Family | None) -> Sampling:
@@ -71,7 +75,10 @@ def sampling_of(adapter: Adapter, family: Family | None) -> Sampling:
     if steps := next(filter(None, map(_steps, names)), None):
         settings["num_inference_steps"] = steps
     settings.update(_of_metadata(metadata, adapter.name))
-    return Sampling(settings, row.remark if row else None, row.phase if row else None)
+    if row is None:
+        return Sampling(settings)
+    alpha = None if row.alpha is None else Stated(row.alpha, "family", _published_for(row))
+    return Sampling(settings, row.remark, row.phase, alpha)
 
 
 def steps_in(name: str) -> int | None:
@@ -138,7 +145,11 @@ def _of_row(row: FewStep) -> Iterator[tuple[Setting, Stated]]:
     }
     for setting, value in values.items():
         if value is not None:
-            yield setting, Stated(value, "family", f"published for {row.name} ({row.source})")
+            yield setting, Stated(value, "family", _published_for(row))
+
+
+def _published_for(row: FewStep) -> str:
+    return f"published for {row.name} ({row.source})"
 
 
 def _steps(name: Stated) -> Stated | None:

@@ -6,6 +6,7 @@ them, written out here and held against diffusers' converter.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +15,19 @@ import pytest
 import torch
 from diffusers.loaders import lora_conversion_utils, single_file_utils
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 import fuselora
+from fuselora.cli import app
+from fuselora.describe import describe
 from fuselora.errors import InputError, Refused
+from fuselora.families import RowOrder
 from fuselora.families.minimax_h3 import MINIMAX_H3
 from fuselora.header import read_header
+from fuselora.marker import FILE_NAME
 from fuselora.pipeline import plan
 from fuselora.specs import AlphaSpec, LayoutSpec
+from fuselora.summary import plan_document
 from fuselora.synth import Spec
 from fuselora.verify import verify
 from tests import listings, small
@@ -273,6 +280,62 @@ def test_a_base_s_layout_can_be_said(tmp_path: Path, ours: Tensors) -> None:
         plan(base, [lora], lora_layouts=(LayoutSpec("sgm"),))
 
 
+NO_SIGN = "no sign of raw"
+LORA_ORDERS = {
+    "lightx2v": None,
+    "comfyui": ("native", NO_SIGN),
+    "diffsynth": ("raw", "its key blocks.0.attn.qkv_proj.lora_A.default.weight"),
+    "flashgen": ("raw", "qkv_layout grouped in its metadata"),
+}
+BASE_ORDERS = {"diffusers": None, "native": NO_SIGN, "raw": "its tensor rope.inv_freq"}
+
+
+@pytest.mark.parametrize("style", LORA_ORDERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_told_the_order_of_rows_is_said_and_kept(
+    tmp_path: Path, ours: Tensors, layout: Layout, style: str
+) -> None:
+    tensors, metadata, _ = STYLES[style](factors(ours))
+    base = base_of(tmp_path / "base.safetensors", ours, layout)
+    lora = small.write(tmp_path / "x.safetensors", tensors, metadata)
+    out = tmp_path / "out"
+    done = CliRunner().invoke(app, ["merge", "--base", str(base), "--lora", str(lora), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    said = [line.strip() for line in done.stdout.splitlines() if "rows in the order of" in line]
+    wanted = []
+    if told := BASE_ORDERS[layout]:
+        wanted.append(f"rows in the order of {layout} ({told}; --base-layout overrules)")
+    if order := LORA_ORDERS[style]:
+        wanted.append(f"rows in the order of {order[0]} ({order[1]}; --lora-layout overrules)")
+    assert said == wanted
+    marker = json.loads((out / FILE_NAME).read_text())
+    (kept,) = marker["loras"]
+    assert marker["base"].get("layout_told_by") == told
+    assert (kept.get("layout"), kept.get("layout_told_by")) == (order or (None, None))
+    assert verify(out, base=base, loras=[lora]).ok
+
+
+def test_the_options_are_what_told(tmp_path: Path, ours: Tensors) -> None:
+    base = base_of(tmp_path / "base.safetensors", ours, "raw", sign=False)
+    lora = small.write(
+        tmp_path / "x.safetensors", keyed(fused_factors(factors(ours), "raw"), "{}.DOWN.weight")
+    )
+    made = plan(base, [lora], base_layout="raw", lora_layouts=(LayoutSpec("raw"),))
+    (matching,) = made.matchings
+    assert made.checkpoint.row_order == RowOrder("raw", "--base-layout")
+    assert matching.row_order == RowOrder("raw", "--lora-layout")
+    document = plan_document(made)
+    assert document["base"]["layout_told_by"] == "--base-layout"  # type: ignore[index]
+    assert document["loras"][0]["layout_told_by"] == "--lora-layout"  # type: ignore[index]
+
+
+def test_rows_that_mean_the_same_in_every_order_need_no_sign(tmp_path: Path, ours: Tensors) -> None:
+    given = {name: one for name, one in fused_factors(factors(ours), "raw").items() if "qkv" not in name}
+    lora = small.write(tmp_path / "x.safetensors", keyed(given, "{}.DOWN.weight"))
+    (matching,) = plan(base_of(tmp_path / "base.safetensors", ours, "native"), [lora]).matchings
+    assert matching.row_order is None
+
+
 # Alpha, which the first files store nowhere
 
 
@@ -292,19 +355,69 @@ def test_the_user_says_alpha(
 @pytest.mark.parametrize(
     ("name", "shift", "alpha"),
     [
-        ("minimax_h3_fl2v_turbo_4step_v0.1.safetensors", 12.0, "takes 8"),
-        ("minimax_h3_fl2v_turbo_8step_v1.0_bf16.safetensors", 12.0, "takes 8"),
-        ("minimax_h3_fl2v_turbo_8step_v1.0_comfyui_bf16.safetensors", 12.0, "takes 8"),
-        ("minimax_h3_fl2v_lightx2v_turbo_4step_v0.1_comfy.safetensors", 12.0, "takes 8"),
-        ("minimax_h3_fl2v_turbo_4step_v1.0_768p_bf16.safetensors", 6.0, "--lora-alpha 128"),
-        ("minimax_h3_fl2v_turbo_8step_v1.0_768p_bf16.safetensors", 6.0, "--lora-alpha 128"),
-        ("minimax_h3_ref2v_turbo_8step_v1.0_768p_bf16.safetensors", 6.0, "--lora-alpha 128"),
+        ("minimax_h3_fl2v_turbo_4step_v0.1.safetensors", 12.0, 8.0),
+        ("minimax_h3_fl2v_turbo_8step_v1.0_bf16.safetensors", 12.0, 8.0),
+        ("minimax_h3_fl2v_turbo_8step_v1.0_comfyui_bf16.safetensors", 12.0, 8.0),
+        ("minimax_h3_fl2v_lightx2v_turbo_4step_v0.1_comfy.safetensors", 12.0, 8.0),
+        ("minimax_h3_fl2v_turbo_4step_v1.0_768p_bf16.safetensors", 6.0, 128.0),
+        ("minimax_h3_fl2v_turbo_8step_v1.0_768p_bf16.safetensors", 6.0, 128.0),
+        ("minimax_h3_ref2v_turbo_8step_v1.0_768p_bf16.safetensors", 6.0, 128.0),
     ],
 )
-def test_what_is_published_of_the_turbo_loras(name: str, shift: float, alpha: str) -> None:
+def test_what_is_published_of_the_turbo_loras(name: str, shift: float, alpha: float) -> None:
     row = MINIMAX_H3.few_step_named(name)
     assert row is not None and (row.flow_shift, row.guidance_scale) == (shift, 1.0)
-    assert row.remark is not None and alpha in row.remark
+    assert row.alpha == alpha
+
+
+TURBO_544, TURBO_768 = "minimax_h3_fl2v_turbo_4step_v0.1", "minimax_h3_fl2v_turbo_4step_v1.0_768p_bf16"
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "option", "says"),
+    [
+        (TURBO_544, None, None, "8 is published for LightX2V's MiniMax-H3 Turbo, 544p"),
+        (TURBO_768, None, None, "128 is published for LightX2V's MiniMax-H3 Turbo, 768p"),
+        (TURBO_544, None, 8.0, None),
+        (TURBO_544, 1.0, None, None),
+        ("style", None, None, None),
+    ],
+)
+def test_a_published_alpha_that_the_file_does_not_store(
+    tmp_path: Path, ours: Tensors, name: str, stored: float | None, option: float | None, says: str | None
+) -> None:
+    lora = small.write(
+        tmp_path / f"{name}.safetensors",
+        keyed(factors(ours), "{}.DOWN.default.weight", alpha=stored),
+    )
+    alphas = (AlphaSpec(option),) if option else ()
+    found = plan(base_of(tmp_path / "base.safetensors", ours, "raw"), [lora], alphas=alphas).notices
+    assert [notice.code for notice in found] == (["published_alpha"] if says else [])
+    if says:
+        alpha = says.split()[0]
+        assert says in found[0].message and found[0].message.endswith(f"say --alpha {alpha}")
+        assert found[0].facts["alpha"] == float(alpha)
+    described = describe(lora)
+    rows = [value for label, value in described.rows() if label == "alpha"]
+    assert any("is published for" in value for value in rows) == (says is not None or option is not None)
+
+
+def test_a_strength_stands_in_where_ranks_differ(tmp_path: Path, ours: Tensors) -> None:
+    """q, k and v in one have three times the rank: one alpha would not do for all."""
+    lora = keyed(fused_factors(factors(ours), "native"), "{}.DOWN.weight")
+    path = small.write(tmp_path / f"{TURBO_544}.safetensors", lora)
+    (notice,) = plan(base_of(tmp_path / "base.safetensors", ours, "native"), [path]).notices
+    assert notice.facts["ranks"] == [RANK, 3 * RANK]
+    assert notice.message.endswith(f"say a strength of {8 / RANK:g}")
+
+
+def test_a_published_alpha_that_is_the_rank_is_no_matter(tmp_path: Path) -> None:
+    """The published list has rank 128."""
+    base = listings.sparse(tmp_path / "b.safetensors", listings.base("minimax-h3", "diffusers"))
+    for name, codes in ((TURBO_544, ["published_alpha"]), (TURBO_768, [])):
+        specs = listings.lora("minimax-h3.lightx2v-turbo.r128")
+        lora = listings.sparse(tmp_path / f"{name}.safetensors", specs)
+        assert [notice.code for notice in plan(base, [lora]).notices] == codes
 
 
 def test_others_are_not_taken_for_them() -> None:

@@ -123,3 +123,33 @@ def test_parts_and_the_whole_of_one_attention_in_one_file_are_refused(tmp_path: 
 def test_what_is_published_of_its_loras(name: str, steps: int | None) -> None:
     row = Z_IMAGE.few_step_named(name)
     assert (row.num_inference_steps if row else 0) == steps
+
+
+@pytest.mark.parametrize("layout", ["native", "diffusers"])
+def test_a_file_that_repeats_its_attention_is_told_what_to_leave_out(tmp_path: Path, layout: str) -> None:
+    """Anime-Z's has ``qkv`` and ``out`` beside their own parts, and diffusers skips those."""
+    _, down, up = PARTS["Anime-Z"]
+    lora = pair(f"{ATTENTION}.qkv", down, up, 1, 3 * DIM) | pair(f"{ATTENTION}.out", down, up, 2)
+    for seed, part in enumerate(("to.q", "to.k", "to.v", "to_out.0"), 3):
+        lora |= pair(f"{ATTENTION}.{part}", down, up, seed)
+    path = small.write(tmp_path / "x.safetensors", lora)
+    with pytest.raises(Refused) as caught:
+        fuselora.plan(base_of(tmp_path, layout), [path])
+    assert {fault.kind for fault in caught.value.faults} == {"twice"}
+    assert caught.value.hint is not None
+    for ending in ("*.attention.qkv", "*.attention.out"):
+        assert f"Leave the keys of {ending} out of the file, as diffusers does" in caught.value.hint
+    kept = {name: tensor for name, tensor in lora.items() if ".qkv." not in name and ".out." not in name}
+    small.write(path, kept)
+    (matching,) = fuselora.plan(base_of(tmp_path, layout), [path]).matchings
+    assert len({hit.module.name for hit in matching.hits}) == 4
+
+
+def test_any_other_layer_said_twice_has_a_hint_too(tmp_path: Path) -> None:
+    lora = {
+        **pair(f"{ATTENTION}.to_q", "lora_A", "lora_B", 1),
+        **pair(f"{ATTENTION}.to.q", "lora_A", "lora_B", 2),
+    }
+    with pytest.raises(Refused) as caught:
+        fuselora.plan(base_of(tmp_path, "diffusers"), [small.write(tmp_path / "x.safetensors", lora)])
+    assert caught.value.hint == "Leave the keys of one of the two out of the file."
