@@ -8,8 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from fuselora.description import Target
-from fuselora.families import FAMILIES
-from fuselora.families.recognition import LEAST_SHARE
+from fuselora.families.recognition import families_of
 from fuselora.kinds import BadParts, Kind
 from fuselora.lora.grammar import UNFUSED, parse_key, spellings
 from fuselora.targets import key_owners
@@ -53,11 +52,7 @@ def names_for(adapter: Adapter) -> tuple[Names, ...]:
 
     As none reads them where no family has most of them.
     """
-    names = tuple(_readings(adapter))
-    shares = {family.name: family.share(names) for family in FAMILIES}
-    most = max(shares.values())
-    found = [family for family in FAMILIES if shares[family.name] == most > LEAST_SHARE]
-    found.sort(key=lambda family: not _kin(family, adapter))
+    found = sorted(families_of(_readings(adapter)), key=lambda family: not _kin(family, adapter))
     return tuple(map(Names, found)) or (Names(None),)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -51,17 +52,28 @@ Homes = Mapping[str, Home]
 FlatHomes = Mapping[str, tuple[Home, ...]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, so that what is derived stays
 class NameTable:
-    """Names -> homes by layout, dotted and flattened.
+    """Names -> homes by layout, dotted and, once they are asked for, flattened.
 
-    ``bare`` and ``flat_bare`` are a text encoder's names without the levels that some versions have.
+    ``levels``: whether the names are a text encoder's, which some versions have with more levels.
     """
 
     dotted: Mapping[Layout, Homes]
-    flat: Mapping[Layout, FlatHomes]
-    bare: FlatHomes = field(default_factory=dict)
-    flat_bare: FlatHomes = field(default_factory=dict)
+    levels: bool = False
+
+    @cached_property
+    def flat(self) -> Mapping[Layout, FlatHomes]:
+        return {layout: _by(_flat_name, homes) for layout, homes in self.dotted.items()}
+
+    @cached_property
+    def bare(self) -> FlatHomes:
+        """By the names without those levels."""
+        return _by(without_levels, self.dotted[OWN]) if self.levels else {}
+
+    @cached_property
+    def flat_bare(self) -> FlatHomes:
+        return _by(lambda name: _flat_name(without_levels(name)), self.dotted[OWN]) if self.levels else {}
 
     def find(self, reading: Reading, leaf: str) -> dict[Layout, tuple[Home, ...]]:
         """What is called this, by the layouts that call it so."""
@@ -87,15 +99,15 @@ def name_table(component: Component, family: Family | None, layout: Layout | Non
     if component.name == CONNECTORS:
         own |= _by_other_names(own)
     if component.is_text_encoder:
-        return NameTable({OWN: own}, {OWN: _flattened(own)}, *_without_levels(own))
+        return NameTable({OWN: own}, levels=True)
     if family is None or layout is None:
-        return NameTable({OWN: own}, {OWN: _flattened(own)})
+        return NameTable({OWN: own})
     pieces = _Pieces.of(component, family, layout)
     dotted: dict[Layout, Homes] = {layout: own}
     for other in family.all_layouts:
         if other != layout:
             dotted[other] = {s.name: pieces.home(s) for s in family.spellings(pieces.shapes, other)}
-    return NameTable(dotted, {name: _flattened(homes) for name, homes in dotted.items()})
+    return NameTable(dotted)
 
 
 def _beside(component: Component, family: Family | None) -> Homes:
@@ -145,6 +157,8 @@ class _Pieces:
 
     def home(self, spelled: Spelling) -> Home:
         """The base's rows that a tensor of another layout is made of."""
+        if self._is_whole(spelled):
+            return Home((Place(self.places[spelled.pieces[0].name][0]),), spelled.shape)
         found: dict[str, list[Run]] = {}
         for piece in spelled.pieces:
             base_key, held = self.places[piece.name]
@@ -154,30 +168,23 @@ class _Pieces:
         places = (Place(key, self._rows(key, joined(runs), spelled.shape)) for key, runs in found.items())
         return Home(tuple(places), spelled.shape)
 
+    def _is_whole(self, spelled: Spelling) -> bool:
+        """Whether it is one tensor of the base, as it is there."""
+        piece, *others = spelled.pieces
+        return not others and not piece.runs and not self.places[piece.name][1]
+
     def _rows(self, base_key: str, runs: Runs, shape: Shape) -> Runs:
         """The runs, none where they are all rows of both in order."""
         whole = (Run(0, 0, shape[0] if shape else 1),)
         return () if runs == whole and self.base[base_key] == shape else runs
 
 
-def _without_levels(own: Homes) -> tuple[FlatHomes, FlatHomes]:
-    """Names without those levels -> homes, dotted and flattened."""
-    bare: dict[str, tuple[Home, ...]] = {}
-    flat: dict[str, tuple[Home, ...]] = {}
-    for name, home in own.items():
-        short = without_levels(name)
-        bare[short] = (*bare.get(short, ()), home)
-        flattened = _flat_name(short)
-        flat[flattened] = (*flat.get(flattened, ()), home)
-    return bare, flat
-
-
-def _flattened(homes: Homes) -> FlatHomes:
-    """Flattened stem plus leaf -> homes; more than one where flattening makes two names alike."""
+def _by(spell: Callable[[str], str], homes: Homes) -> FlatHomes:
+    """Homes by names spelled otherwise; more than one where that makes two names alike."""
     table: dict[str, tuple[Home, ...]] = {}
     for name, home in homes.items():
-        flat = _flat_name(name)
-        table[flat] = (*table.get(flat, ()), home)
+        spelled = spell(name)
+        table[spelled] = (*table.get(spelled, ()), home)
     return table
 
 
