@@ -57,10 +57,12 @@ class NameTable:
     """Names -> homes by layout, dotted and, once they are asked for, flattened.
 
     ``levels``: whether the names are a text encoder's, which some versions have with more levels.
+    ``pieces``: what the base has of a known family.
     """
 
     dotted: Mapping[Layout, Homes]
     levels: bool = False
+    pieces: Pieces | None = None
 
     @cached_property
     def flat(self) -> Mapping[Layout, FlatHomes]:
@@ -83,6 +85,10 @@ class NameTable:
         name = reading.name + leaf
         return {layout: (homes[name],) for layout, homes in self.dotted.items() if name in homes}
 
+    def unfit(self, reading: Reading, leaf: str) -> str | None:
+        """What is wrong with the base's own tensors for one of this name to be found in them."""
+        return self.pieces.unfit_for(reading, leaf) if self.pieces else None
+
     def find_bare(self, reading: Reading, leaf: str) -> tuple[Home, ...]:
         """What is called this but for levels that only one of the two has."""
         name = without_levels(reading.name)
@@ -102,12 +108,12 @@ def name_table(component: Component, family: Family | None, layout: Layout | Non
         return NameTable({OWN: own}, levels=True)
     if family is None or layout is None:
         return NameTable({OWN: own})
-    pieces = _Pieces.of(component, family, layout)
+    pieces = Pieces.of(component, family, layout)
     dotted: dict[Layout, Homes] = {layout: own}
     for other in family.all_layouts:
         if other != layout:
             dotted[other] = {s.name: pieces.home(s) for s in family.spellings(pieces.shapes, other)}
-    return NameTable(dotted)
+    return NameTable(dotted, pieces=pieces)
 
 
 def _beside(component: Component, family: Family | None) -> Homes:
@@ -135,25 +141,52 @@ def flatten(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pieces:
-    """The canonical tensors that a base has, and where: a base key, and the runs that lead to it if any."""
+class Pieces:
+    """The canonical tensors that a base has, and where: a base key, and the runs that lead to it if any.
 
+    ``odd``: by base key, what is wrong with the shape of a tensor; ``uneven``: by canonical names, the same
+    of the tensor that should hold it.
+    """
+
+    family: Family
     base: Shapes
     shapes: Shapes
     places: Mapping[str, tuple[str, Runs]]
+    odd: Mapping[str, str]
+    uneven: Mapping[str, str]
 
     @classmethod
-    def of(cls, component: Component, family: Family, layout: Layout) -> _Pieces:
+    def of(cls, component: Component, family: Family, layout: Layout) -> Pieces:
         held, shapes, places = component.model_shapes(), {}, {}
+        odd: dict[str, str] = {}
+        uneven: dict[str, str] = {}
         for name in held:
+            base_key = component.prefix + name
             try:
                 pieces = family.pieces(name, held, layout)
-            except ValueError:
-                continue  # of a shape that the layout does not have: known by its own name alone
+            except ValueError as error:  # no shape of the layout: known by its own name alone
+                odd[base_key] = str(error)
+                wrong = f"the base's {base_key} is {list(held[name])}: {error}"
+                uneven |= dict.fromkeys(family.made_of(name, layout), wrong)
+                continue
             for piece in pieces:
                 shapes[piece.name] = piece.shape
-                places[piece.name] = component.prefix + name, piece.runs
-        return cls({component.prefix + name: shape for name, shape in held.items()}, shapes, places)
+                places[piece.name] = base_key, piece.runs
+        base = {component.prefix + name: shape for name, shape in held.items()}
+        return cls(family, base, shapes, places, odd, uneven)
+
+    def unfit_for(self, reading: Reading, leaf: str) -> str | None:
+        """Why a tensor that the base splits otherwise is not found in it, where the base is at fault."""
+        name = self.family.dotted(flatten(reading.name)) if reading.flat else reading.name
+        for layout in self.family.all_layouts if name else ():
+            parts = self.family.made_of(f"{name}{leaf}", layout)
+            if uneven := next((self.uneven[part] for part in parts if part in self.uneven), None):
+                return uneven
+            if len(parts) > 1 and all(part in self.shapes for part in parts):
+                keys = [self.places[part][0] for part in parts]
+                listed = ", ".join(f"{key} {list(self.base[key])}" for key in dict.fromkeys(keys))
+                return f"the base's tensors do not make one {name}: {listed}"
+        return None
 
     def home(self, spelled: Spelling) -> Home:
         """The base's rows that a tensor of another layout is made of."""

@@ -165,8 +165,12 @@ class Family:
 
     def canonical_name(self, name: str, layout: Layout | None) -> str:
         """The canonical name of a tensor or module of ``layout``, the first where it is made of several."""
+        return self.made_of(name, layout)[0]
+
+    def made_of(self, name: str, layout: Layout | None) -> tuple[str, ...]:
+        """The canonical tensors or modules that one of ``layout`` is made of, whatever their shapes."""
         found = self._row_of(name, layout)
-        return found[0].ours[0] + found[1] if found else name
+        return tuple(ours + found[1] for ours in found[0].ours) if found else (name,)
 
     def spelled_in(self, canonical: str, layout: Layout) -> str:
         """What ``layout`` calls the tensor or module that has this canonical one."""
@@ -213,11 +217,34 @@ class Family:
             return most[0] if len(most) == 1 else None
         return self._by_sign(names)
 
+    def twins(self, names: Iterable[str], layout: Layout | None) -> Iterator[tuple[str, str]]:
+        """Pairs of tensors of one base that are the same tensor or share rows, by their canonical names.
+
+        Such as a fused layer beside its parts. ``layout`` is the base's; what only another one calls so
+        is read as that one's.
+        """
+        held: dict[str, str] = {}
+        told: set[str] = set()
+        read_in: dict[str, Layout | None] = {}
+        for name in names:
+            like = self._like(name)
+            if like not in read_in:
+                spelled = self._spelled_so(like)
+                read_in[like] = layout if layout in spelled or not spelled else spelled[0]
+            for canonical in self.made_of(name, read_in[like]):
+                twin = held.setdefault(canonical, name)
+                if twin != name and twin not in told:
+                    told |= {twin, name}
+                    yield twin, name
+
     def _alike(self, names: Iterable[str]) -> Mapping[str, int]:
         """Of names that differ in numbers that no row speaks of itself, one, and how many there are."""
+        return Counter(map(self._like, names))
+
+    def _like(self, name: str) -> str:
+        """A name that every row speaks of as it does of this one."""
         top = self._top_number
-        beyond = str(top + 1)
-        return Counter(NUMBER.sub(lambda m: m[0] if int(m[0]) <= top else beyond, name) for name in names)
+        return NUMBER.sub(lambda number: number[0] if int(number[0]) <= top else str(top + 1), name)
 
     @cached_property
     def _top_number(self) -> int:
@@ -241,9 +268,13 @@ class Family:
 
     def _only_in(self, name: str) -> Layout | None:
         """The one layout that spells a tensor so, where the layouts differ about it."""
-        found = [layout for layout in self.layouts if self._row_of(name, layout)]
-        found += [self.canonical] * any(_by_name(r.of_ours, name) for r in self.layouts.values())
+        found = self._spelled_so(name)
         return found[0] if len(found) == 1 else None
+
+    def _spelled_so(self, name: str) -> list[Layout]:
+        """The layouts that spell a tensor so, of those that have a row about it."""
+        found = [layout for layout in self.layouts if self._row_of(name, layout)]
+        return found + [self.canonical] * any(_by_name(r.of_ours, name) for r in self.layouts.values())
 
     def _row_of(self, name: str, layout: Layout | None) -> tuple[Spelled, str] | None:
         renames = self.layouts.get(layout) if layout else None
