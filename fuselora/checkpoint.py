@@ -89,8 +89,9 @@ class Checkpoint:
     """A base. ``root`` is its folder, or the file itself when ``container`` is ``"file"``.
 
     ``components`` are the transformers, then the text encoders that were asked for; ``encoders`` has the
-    config.json of every text encoder there, by component, if any was asked for. ``row_order``: what told the
-    layout where its names did not.
+    config.json of every text encoder there, by component, if any was asked for. ``models`` are the published
+    models that it can be, by names, shapes and the pipeline's class. ``row_order``: what told the layout
+    where its names did not.
     """
 
     root: Path
@@ -101,6 +102,7 @@ class Checkpoint:
     family: Family | None
     layout: Layout | None
     pipeline_class: str | None
+    models: tuple[str, ...] = ()
     marker: Marker | None = None
     encoders: Mapping[str, Config] = field(default_factory=dict)
     row_order: RowOrder | None = None
@@ -109,16 +111,6 @@ class Checkpoint:
     def transformers(self) -> tuple[Component, ...]:
         """The models that a family speaks of: one, or two experts."""
         return tuple(component for component in self.components if not component.is_text_encoder)
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        """The published models that it can be, by names, shapes and the pipeline's class."""
-        if self.family is None:
-            return ()
-        models = self.transformers
-        found = self.family.models_of(models[0].model_shapes(), len(models), self.layout)
-        served = self.family.pipelines.get(self.pipeline_class or "", found)
-        return tuple(model for model in found if model in served) or found
 
     def encoders_meant(self, name: str | None) -> tuple[str, ...]:
         """The text encoders of this base that a name in keys can mean."""
@@ -168,7 +160,7 @@ def open_checkpoint(
         _refuse_unrecordable(root, component)
     family = _family(components)
     names = [name for component in components for name in component.model_shapes()]
-    found = _said(layout, family, root) or (family.layout_of(names) if family else None)
+    known = _said(layout, family, root) or (family.layout_of(names) if family else None)
     return Checkpoint(
         root=root,
         source=source,
@@ -176,11 +168,12 @@ def open_checkpoint(
         container=container,
         components=(*(_with_role(component, len(components), family) for component in components), *encoders),
         family=family,
-        layout=found,
+        layout=known,
         pipeline_class=pipeline_class,
+        models=_models(components, family, known, pipeline_class),
         marker=marker,
         encoders=configs,
-        row_order=_row_order(family, found, names, said=layout is not None),
+        row_order=_row_order(family, known, names, said=layout is not None),
     )
 
 
@@ -374,6 +367,16 @@ def _prefix_of(shards: tuple[Header, ...]) -> str:
 
 def _family(components: Sequence[Component]) -> Family | None:
     return family_of({name: s for component in components for name, s in component.model_shapes().items()})
+
+
+def _models(
+    components: Sequence[Component], family: Family | None, layout: Layout | None, pipeline_class: str | None
+) -> tuple[str, ...]:
+    if family is None:
+        return ()
+    found = family.models_of(components[0].model_shapes(), len(components), layout)
+    served = family.pipelines.get(pipeline_class or "", found)
+    return tuple(model for model in found if model in served) or found
 
 
 def _with_role(component: Component, n_components: int, family: Family | None) -> Component:

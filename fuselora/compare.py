@@ -20,7 +20,7 @@ from fuselora.recorded import Delta, Finding, Stored
 
 if TYPE_CHECKING:
     from fuselora.checkpoint import Component
-    from fuselora.exact import Distance
+    from fuselora.exact import Distance, Files
     from fuselora.progress import Progress
 
 Advance = Callable[[int], None]
@@ -71,7 +71,10 @@ def compare_component(
         shards = [read_header(out / file.path) for file in record.files]
     except InputError as error:
         return None, [Finding("not-compared", record.name, None, error.message)]
-    run = _Comparison(out, record, base, keeps_float32, deltas, _placed(shards, base_key))
+    from fuselora.exact import Files
+
+    placed = _placed(shards, base_key)
+    run = _Comparison(out, record, base, keeps_float32, deltas, placed, Files())
     findings = [*_index_findings(out, record, shards), *run.name_findings()]
     if any(finding.code == "another-base" for finding in findings):
         return None, findings
@@ -113,6 +116,7 @@ class _Comparison:
     keeps_float32: Callable[[str], bool]
     deltas: Mapping[str, Sequence[Delta]]
     placed: Mapping[str, _Placed]
+    files: Files
 
     def name_findings(self) -> list[Finding]:
         """Tensors that only one side has, or of two shapes; one finding where most are so."""
@@ -135,7 +139,7 @@ class _Comparison:
         """A dtype is the base's, or where tensors were cast the one that the marker names."""
         wanted = DTYPE_CODES.get(self.record.dtype, self.record.dtype)
         base = self.base.tensors()
-        floats = [key for key, tensor in base.items() if self._may_be_cast(tensor) and key in self.placed]
+        floats = {key for key, tensor in base.items() if self._may_be_cast(tensor) and key in self.placed}
         uniform = all(self.placed[key].tensor.dtype == wanted for key in floats)
         cast = _main_dtype(base.values()) != wanted
         for key in base.keys() & self.placed.keys():
@@ -179,7 +183,7 @@ class _Comparison:
         from fuselora.exact import measure
 
         base, out = Stored(shard.path, key), Stored(placed.header.path, placed.tensor.name)
-        distance = measure(base, out, self.deltas.get(key, ()), advance)
+        distance = measure(base, out, self.deltas.get(key, ()), advance, self.files)
         if key in self.deltas:
             return _Verdict("fused", self._fused_fault(key, distance), distance)
         n_wrong = distance.elements - distance.equal

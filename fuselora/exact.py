@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +24,9 @@ if TYPE_CHECKING:
 
 SLAB_ELEMENTS = 1 << 19
 SLACK = 2.0**-20  # how far a float32 sum may be off, relative to the sum of all magnitudes in it
+MAX_OPEN = 32
+MAX_READ = 1 << 28
+LARGEST_ELEMENT = 8
 EXPONENT_BITS = 0x7FF0_0000_0000_0000  # of a float64
 
 Rows = Callable[[int, int], torch.Tensor]
@@ -57,23 +59,65 @@ class Distance:
         )
 
 
-def measure(base: Stored, out: Stored, deltas: Sequence[Delta], advance: Callable[[int], None]) -> Distance:
+class Files:
+    """Safetensors files, open from one tensor to the next: each reading of a header takes its time.
+
+    What was read of a file stays in memory while it is open, so all are closed after ``MAX_READ`` bytes.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[Path, safe_open] = {}
+        self._read = 0
+
+    def rows(self, stored: Stored) -> tuple[list[int], Rows]:
+        """A tensor's shape, and what reads some of its rows."""
+        part = self._file(stored.path).get_slice(stored.key)  # type: ignore[no-untyped-call]
+        shape = part.get_shape()
+        self._read += math.prod(shape) * LARGEST_ELEMENT
+        if not shape:  # a number cannot be sliced
+            return shape, lambda first, last: self.whole(stored)
+        return shape, lambda first, last: part[first:last]
+
+    def whole(self, stored: Stored) -> torch.Tensor:
+        found: torch.Tensor = self._file(stored.path).get_tensor(stored.key)  # type: ignore[no-untyped-call]
+        self._read += found.numel() * found.element_size()
+        return found
+
+    def close_in_time(self) -> None:
+        """To be called when nothing that was read is in use."""
+        if self._read > MAX_READ or len(self._open) > MAX_OPEN:
+            self._open.clear()
+            self._read = 0
+
+    def _file(self, path: Path) -> safe_open:
+        if path not in self._open:
+            self._open[path] = opened(path)
+        return self._open[path]
+
+
+def measure(
+    base: Stored,
+    out: Stored,
+    deltas: Sequence[Delta],
+    advance: Callable[[int], None],
+    files: Files | None = None,
+) -> Distance:
     """``out`` against base + deltas, in slabs of rows; ``advance`` is told the bytes of the base read."""
-    distance = Distance()
-    with ExitStack() as files:
-        _, weight = _rows(files, base)
-        shape, result = _rows(files, out)
-        terms = [_term(files, base, delta) for delta in deltas]
-        for first, last in slabs(shape):
-            stored = weight(first, last)
-            wanted = [last - first, *shape[1:]] if shape else shape
-            exact = _in_shape(stored.double(), wanted)
-            size = exact.abs()
-            for term in terms:
-                value, magnitude = (_in_shape(found, wanted) for found in term(first, last))
-                exact, size = exact + value, size + magnitude
-            distance += compare(result(first, last), exact, SLACK * size)
-            advance(stored.numel() * stored.element_size())
+    distance, files = Distance(), files or Files()
+    files.close_in_time()
+    _, weight = files.rows(base)
+    shape, result = files.rows(out)
+    terms = [_term(files, base, delta) for delta in deltas]
+    for first, last in slabs(shape):
+        stored = weight(first, last)
+        wanted = [last - first, *shape[1:]] if shape else shape
+        exact = _in_shape(stored.double(), wanted)
+        size = exact.abs()
+        for term in terms:
+            value, magnitude = (_in_shape(found, wanted) for found in term(first, last))
+            exact, size = exact + value, size + magnitude
+        distance += compare(result(first, last), exact, SLACK * size)
+        advance(stored.numel() * stored.element_size())
     return distance
 
 
@@ -120,10 +164,9 @@ def slabs(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield first, min(first + step, rows)
 
 
-def scalar(stored: Stored) -> float:
+def scalar(stored: Stored, files: Files) -> float:
     """A tensor of one element, of any numeric dtype."""
-    with opened(stored.path) as file:
-        return float(file.get_tensor(stored.key))
+    return float(files.whole(stored))
 
 
 def opened(path: Path) -> safe_open:
@@ -136,16 +179,7 @@ def opened(path: Path) -> safe_open:
     return safe_open(path, "pt")
 
 
-def _rows(files: ExitStack, stored: Stored) -> tuple[list[int], Rows]:
-    file = files.enter_context(opened(stored.path))
-    part = file.get_slice(stored.key)
-    shape = part.get_shape()
-    if not shape:  # a number cannot be sliced
-        return shape, lambda first, last: file.get_tensor(stored.key)
-    return shape, lambda first, last: part[first:last]
-
-
-def _term(files: ExitStack, base: Stored, delta: Delta) -> Term:
+def _term(files: Files, base: Stored, delta: Delta) -> Term:
     """One delta's rows, and their magnitude: that of every product in the sum, added up.
 
     Pairs, differences and replacements are read slab by slab, other kinds are computed whole: two float64
@@ -157,12 +191,12 @@ def _term(files: ExitStack, base: Stored, delta: Delta) -> Term:
         return _pair_term(files, delta)
     if len(delta.factors) == 1 and delta.kind.name in ALONE:
         return _lone_term(files, base, delta)
-    return _whole_term(base, delta)
+    return _whole_term(files, base, delta)
 
 
-def _pair_term(files: ExitStack, delta: Delta) -> Term:
-    _, left = _rows(files, delta.factors["up"])
-    (rank, *_), right = _rows(files, delta.factors["down"])
+def _pair_term(files: Files, delta: Delta) -> Term:
+    _, left = files.rows(delta.factors["up"])
+    (rank, *_), right = files.rows(delta.factors["down"])
     scale, down = delta.ratio * delta.strength, right(0, rank).double().reshape(rank, -1)
 
     def product(first: int, last: int) -> Pair:
@@ -172,10 +206,10 @@ def _pair_term(files: ExitStack, delta: Delta) -> Term:
     return product
 
 
-def _lone_term(files: ExitStack, base: Stored, delta: Delta) -> Term:
+def _lone_term(files: Files, base: Stored, delta: Delta) -> Term:
     """A part of the tensor's own shape: a difference, or what takes the tensor's place."""
     (factor,) = delta.factors.values()
-    (_, part), (_, weight) = _rows(files, factor), _rows(files, base)
+    (_, part), (_, weight) = files.rows(factor), files.rows(base)
     replaces = moves(delta.kind.name, delta.factors)
 
     def alone(first: int, last: int) -> Pair:
@@ -189,26 +223,26 @@ def _lone_term(files: ExitStack, base: Stored, delta: Delta) -> Term:
     return alone
 
 
-def _whole_term(base: Stored, delta: Delta) -> Term:
-    value, size = _computed(_whole(base), delta)
+def _whole_term(files: Files, base: Stored, delta: Delta) -> Term:
+    value, size = _computed(files, _whole(files, base), delta)
     return lambda first, last: (value[first:last], size[first:last])
 
 
-def _moved_term(files: ExitStack, base: Stored, delta: Delta) -> Term:
+def _moved_term(files: Files, base: Stored, delta: Delta) -> Term:
     """A delta that was made for a layer of which the base has some rows, or has them in another order."""
-    shape, _ = _rows(files, base)
+    shape, _ = files.rows(base)
     theirs = torch.full((shape[0],), -1)
     for first, other, n in delta.rows:
         theirs[first : first + n] = torch.arange(other, other + n)
     if delta.kind.name == "pair" and delta.factors.keys() == {"up", "down"}:
-        up = _whole(delta.factors["up"]).flatten(1)
-        down = _whole(delta.factors["down"]).flatten(1)
+        up = _whole(files, delta.factors["up"]).flatten(1)
+        down = _whole(files, delta.factors["down"]).flatten(1)
         scale, sizes = delta.ratio * delta.strength, (up.abs(), down.abs())
         return _picked(theirs, lambda rows: (scale * up[rows] @ down, abs(scale) * sizes[0][rows] @ sizes[1]))
-    there, weight = theirs >= 0, _whole(base)
+    there, weight = theirs >= 0, _whole(files, base)
     layer = torch.zeros(delta.shape, dtype=torch.float64)
     layer[theirs[there]] = weight[there]
-    value, size = _computed(layer, delta)
+    value, size = _computed(files, layer, delta)
     value, size = value.reshape(len(value), -1), size.reshape(len(size), -1)
     return _picked(theirs, lambda rows: (value[rows], size[rows]))
 
@@ -225,9 +259,9 @@ def _picked(theirs: torch.Tensor, rows_of: Callable[[torch.Tensor], Pair]) -> Te
     return rows
 
 
-def _computed(weight: torch.Tensor, delta: Delta) -> Pair:
+def _computed(files: Files, weight: torch.Tensor, delta: Delta) -> Pair:
     """What is added to a whole layer, and its magnitude."""
-    parts = {part: _whole(stored) for part, stored in delta.factors.items()}
+    parts = {part: _whole(files, stored) for part, stored in delta.factors.items()}
     if moves(delta.kind.name, parts):
         new = changed(delta.kind.name, parts, weight, delta.ratio, delta.settings)
         value, size = delta.strength * (new.value - weight), abs(delta.strength) * (new.size + weight.abs())
@@ -237,10 +271,8 @@ def _computed(weight: torch.Tensor, delta: Delta) -> Pair:
     return value, size
 
 
-def _whole(stored: Stored) -> torch.Tensor:
-    with opened(stored.path) as file:
-        found: torch.Tensor = file.get_tensor(stored.key)
-    return found.double()
+def _whole(files: Files, stored: Stored) -> torch.Tensor:
+    return files.whole(stored).double()
 
 
 def _beyond(value: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:

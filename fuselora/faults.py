@@ -327,6 +327,8 @@ def _quantised_faults(matching: Matching) -> Iterator[Fault]:
 def _packed_faults(matching: Matching, checkpoint: Checkpoint) -> Iterator[Fault]:
     """Modules without a home because the base's weight is packed under another name."""
     component = matching.assignment.component
+    if not matching.unmatched:
+        return
     table = name_table(component, checkpoint.family, checkpoint.layout)
     for miss in matching.unmatched:
         readings = [(s, leaf) for s in spellings(miss.module.name) for leaf in PACKED_LEAVES]

@@ -1,4 +1,4 @@
-"""JSON out of files: small side files (an index, a config), and what no JSON is allowed. Standard library only."""
+"""JSON out of files: small side files (an index, a config), and what none may be. Standard library only."""
 
 from __future__ import annotations
 

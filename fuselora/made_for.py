@@ -8,8 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from fuselora.description import Target
-from fuselora.families import FAMILIES
-from fuselora.families.recognition import LEAST_SHARE, families_named
+from fuselora.families.recognition import families_named, families_of
 from fuselora.kinds import BadParts, Kind
 from fuselora.lora.grammar import UNFUSED, parse_key, spellings
 from fuselora.targets import key_owners
@@ -72,15 +71,9 @@ class Candidate:
 
 def candidates(adapter: Adapter) -> tuple[Candidate, ...]:
     """The likeliest first."""
-    names = tuple(_readings(adapter))
-    shares = {family.name: family.share(names) for family in FAMILIES}
-    most = max(shares.values())
     stated = stated_families(adapter)
-    found = [
-        _candidate(family, adapter, is_stated=family in stated)
-        for family in FAMILIES
-        if shares[family.name] == most > LEAST_SHARE
-    ]
+    families = families_of(_readings(adapter))
+    found = [_candidate(family, adapter, is_stated=family in stated) for family in families]
     return tuple(sorted(found, key=lambda one: one.rank, reverse=True))
 
 

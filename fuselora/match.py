@@ -143,9 +143,9 @@ def match(assignment: Assignment, family: Family | None, layout: Layout | None) 
         faults += wrong
         if not found and not wrong and not module.parts.keys() <= ALPHAS:
             homeless.append(module)
-    skipped, unmatched = _explain(homeless, assignment.component, family, layout)
+    skipped, unmatched = _explain(homeless, assignment.component, family, layout, table)
     hits = [widened(hit, assignment.component, family, layout) for hit in hits]
-    faults += _shape_faults(assignment, hits) + _double_faults(assignment, hits, family)
+    faults += _shape_faults(assignment, hits, table) + _double_faults(assignment, hits, family)
     faults += _stray_alphas(assignment, modules)
     notices = tuple(_orphan_notices(assignment, modules))
     order = search.order_that_counts(orders)
@@ -315,7 +315,11 @@ def _voted(table: NameTable, assignment: Assignment) -> Layout | None:
 
 
 def _explain(
-    homeless: Sequence[Module], component: Component, family: Family | None, layout: Layout | None
+    homeless: Sequence[Module],
+    component: Component,
+    family: Family | None,
+    layout: Layout | None,
+    table: NameTable,
 ) -> tuple[tuple[Skip, ...], tuple[Unmatched, ...]]:
     """Sort modules without a home into the family's harmless ones and the rest."""
     if family is None or not homeless:
@@ -327,7 +331,8 @@ def _explain(
         if rule is not None and rule.harmless(shapes):
             skipped.append(Skip(module, rule.reason))
         else:
-            unmatched.append(Unmatched(module, rule.reason if rule else _for_encoder(module, component)))
+            likely = rule.reason if rule else _for_encoder(module, component) or _unfit(module, table)
+            unmatched.append(Unmatched(module, likely))
     return tuple(skipped), tuple(unmatched)
 
 
@@ -337,6 +342,13 @@ def _for_encoder(module: Module, component: Component) -> str | None:
     if component.is_text_encoder or named not in MEANINGS:
         return None
     return f"it is for the text encoder {named}, which this base does not have"
+
+
+def _unfit(module: Module, table: NameTable) -> str | None:
+    """What of the base's own shapes keeps a module from its home."""
+    leaves = dict.fromkeys(leaf for kind in module.kinds for leaf in kind.leaves)
+    found = (table.unfit(reading, leaf) for reading, leaf in product(spellings(module.name), leaves))
+    return next(filter(None, found), None)
 
 
 def _skip_rule(module: Module, family: Family) -> SkipRule | None:
@@ -351,9 +363,18 @@ def _skip_rule(module: Module, family: Family) -> SkipRule | None:
     return None
 
 
-def _shape_faults(assignment: Assignment, hits: Sequence[Hit]) -> list[Fault]:
+def _shape_faults(assignment: Assignment, hits: Sequence[Hit], table: NameTable) -> list[Fault]:
     tensors = assignment.component.tensors()
-    return [fault for hit in hits if (fault := _shape_fault(assignment, hit, tensors[hit.base_key]))]
+    odd = table.pieces.odd if table.pieces else {}
+    found = (_shape_fault(assignment, hit, tensors[hit.base_key]) for hit in hits)
+    return [_blamed(fault, hit, odd) for hit, fault in zip(hits, found, strict=True) if fault]
+
+
+def _blamed(fault: Fault, hit: Hit, odd: Mapping[str, str]) -> Fault:
+    """Where the base's own shape is none of its layout, that is said in place of the LoRA's size."""
+    if fault.hint != OTHER_SIZE or hit.base_key not in odd:
+        return fault
+    return replace(fault, hint=f"That is no shape of such a layer: {odd[hit.base_key]}.")
 
 
 def _shape_fault(assignment: Assignment, hit: Hit, base: TensorInfo) -> Fault | None:

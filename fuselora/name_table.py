@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -51,17 +52,30 @@ Homes = Mapping[str, Home]
 FlatHomes = Mapping[str, tuple[Home, ...]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, so that what is derived stays
 class NameTable:
-    """Names -> homes by layout, dotted and flattened.
+    """Names -> homes by layout, dotted and, once they are asked for, flattened.
 
-    ``bare`` and ``flat_bare`` are a text encoder's names without the levels that some versions have.
+    ``levels``: whether the names are a text encoder's, which some versions have with more levels.
+    ``pieces``: what the base has of a known family.
     """
 
     dotted: Mapping[Layout, Homes]
-    flat: Mapping[Layout, FlatHomes]
-    bare: FlatHomes = field(default_factory=dict)
-    flat_bare: FlatHomes = field(default_factory=dict)
+    levels: bool = False
+    pieces: Pieces | None = None
+
+    @cached_property
+    def flat(self) -> Mapping[Layout, FlatHomes]:
+        return {layout: _by(_flat_name, homes) for layout, homes in self.dotted.items()}
+
+    @cached_property
+    def bare(self) -> FlatHomes:
+        """By the names without those levels."""
+        return _by(without_levels, self.dotted[OWN]) if self.levels else {}
+
+    @cached_property
+    def flat_bare(self) -> FlatHomes:
+        return _by(lambda name: _flat_name(without_levels(name)), self.dotted[OWN]) if self.levels else {}
 
     def find(self, reading: Reading, leaf: str) -> dict[Layout, tuple[Home, ...]]:
         """What is called this, by the layouts that call it so."""
@@ -70,6 +84,10 @@ class NameTable:
             return {layout: homes[name] for layout, homes in self.flat.items() if name in homes}
         name = reading.name + leaf
         return {layout: (homes[name],) for layout, homes in self.dotted.items() if name in homes}
+
+    def unfit(self, reading: Reading, leaf: str) -> str | None:
+        """What is wrong with the base's own tensors for one of this name to be found in them."""
+        return self.pieces.unfit_for(reading, leaf) if self.pieces else None
 
     def find_bare(self, reading: Reading, leaf: str) -> tuple[Home, ...]:
         """What is called this but for levels that only one of the two has."""
@@ -87,15 +105,15 @@ def name_table(component: Component, family: Family | None, layout: Layout | Non
     if component.name == CONNECTORS:
         own |= _by_other_names(own)
     if component.is_text_encoder:
-        return NameTable({OWN: own}, {OWN: _flattened(own)}, *_without_levels(own))
+        return NameTable({OWN: own}, levels=True)
     if family is None or layout is None:
-        return NameTable({OWN: own}, {OWN: _flattened(own)})
-    pieces = _Pieces.of(component, family, layout)
+        return NameTable({OWN: own})
+    pieces = Pieces.of(component, family, layout)
     dotted: dict[Layout, Homes] = {layout: own}
     for other in family.all_layouts:
         if other != layout:
             dotted[other] = {s.name: pieces.home(s) for s in family.spellings(pieces.shapes, other)}
-    return NameTable(dotted, {name: _flattened(homes) for name, homes in dotted.items()})
+    return NameTable(dotted, pieces=pieces)
 
 
 def _beside(component: Component, family: Family | None) -> Homes:
@@ -123,28 +141,57 @@ def flatten(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pieces:
-    """The canonical tensors that a base has, and where: a base key, and the runs that lead to it if any."""
+class Pieces:
+    """The canonical tensors that a base has, and where: a base key, and the runs that lead to it if any.
 
+    ``odd``: by base key, what is wrong with the shape of a tensor; ``uneven``: by canonical names, the same
+    of the tensor that should hold it.
+    """
+
+    family: Family
     base: Shapes
     shapes: Shapes
     places: Mapping[str, tuple[str, Runs]]
+    odd: Mapping[str, str]
+    uneven: Mapping[str, str]
 
     @classmethod
-    def of(cls, component: Component, family: Family, layout: Layout) -> _Pieces:
+    def of(cls, component: Component, family: Family, layout: Layout) -> Pieces:
         held, shapes, places = component.model_shapes(), {}, {}
+        odd: dict[str, str] = {}
+        uneven: dict[str, str] = {}
         for name in held:
+            base_key = component.prefix + name
             try:
                 pieces = family.pieces(name, held, layout)
-            except ValueError:
-                continue  # of a shape that the layout does not have: known by its own name alone
+            except ValueError as error:  # no shape of the layout: known by its own name alone
+                odd[base_key] = str(error)
+                wrong = f"the base's {base_key} is {list(held[name])}: {error}"
+                uneven |= dict.fromkeys(family.made_of(name, layout), wrong)
+                continue
             for piece in pieces:
                 shapes[piece.name] = piece.shape
-                places[piece.name] = component.prefix + name, piece.runs
-        return cls({component.prefix + name: shape for name, shape in held.items()}, shapes, places)
+                places[piece.name] = base_key, piece.runs
+        base = {component.prefix + name: shape for name, shape in held.items()}
+        return cls(family, base, shapes, places, odd, uneven)
+
+    def unfit_for(self, reading: Reading, leaf: str) -> str | None:
+        """Why a tensor that the base splits otherwise is not found in it, where the base is at fault."""
+        name = self.family.dotted(flatten(reading.name)) if reading.flat else reading.name
+        for layout in self.family.all_layouts if name else ():
+            parts = self.family.made_of(f"{name}{leaf}", layout)
+            if uneven := next((self.uneven[part] for part in parts if part in self.uneven), None):
+                return uneven
+            if len(parts) > 1 and all(part in self.shapes for part in parts):
+                keys = [self.places[part][0] for part in parts]
+                listed = ", ".join(f"{key} {list(self.base[key])}" for key in dict.fromkeys(keys))
+                return f"the base's tensors do not make one {name}: {listed}"
+        return None
 
     def home(self, spelled: Spelling) -> Home:
         """The base's rows that a tensor of another layout is made of."""
+        if self._is_whole(spelled):
+            return Home((Place(self.places[spelled.pieces[0].name][0]),), spelled.shape)
         found: dict[str, list[Run]] = {}
         for piece in spelled.pieces:
             base_key, held = self.places[piece.name]
@@ -154,30 +201,23 @@ class _Pieces:
         places = (Place(key, self._rows(key, joined(runs), spelled.shape)) for key, runs in found.items())
         return Home(tuple(places), spelled.shape)
 
+    def _is_whole(self, spelled: Spelling) -> bool:
+        """Whether it is one tensor of the base, as it is there."""
+        piece, *others = spelled.pieces
+        return not others and not piece.runs and not self.places[piece.name][1]
+
     def _rows(self, base_key: str, runs: Runs, shape: Shape) -> Runs:
         """The runs, none where they are all rows of both in order."""
         whole = (Run(0, 0, shape[0] if shape else 1),)
         return () if runs == whole and self.base[base_key] == shape else runs
 
 
-def _without_levels(own: Homes) -> tuple[FlatHomes, FlatHomes]:
-    """Names without those levels -> homes, dotted and flattened."""
-    bare: dict[str, tuple[Home, ...]] = {}
-    flat: dict[str, tuple[Home, ...]] = {}
-    for name, home in own.items():
-        short = without_levels(name)
-        bare[short] = (*bare.get(short, ()), home)
-        flattened = _flat_name(short)
-        flat[flattened] = (*flat.get(flattened, ()), home)
-    return bare, flat
-
-
-def _flattened(homes: Homes) -> FlatHomes:
-    """Flattened stem plus leaf -> homes; more than one where flattening makes two names alike."""
+def _by(spell: Callable[[str], str], homes: Homes) -> FlatHomes:
+    """Homes by names spelled otherwise; more than one where that makes two names alike."""
     table: dict[str, tuple[Home, ...]] = {}
     for name, home in homes.items():
-        flat = _flat_name(name)
-        table[flat] = (*table.get(flat, ()), home)
+        spelled = spell(name)
+        table[spelled] = (*table.get(spelled, ()), home)
     return table
 
 

@@ -38,6 +38,7 @@ from fuselora.specs import (
     parse_lora,
 )
 from fuselora.targets import assign, encoders_named
+from fuselora.twins import twin_faults
 
 if TYPE_CHECKING:
     from fuselora.content import LoraContent
@@ -188,7 +189,8 @@ def _matched(asked: Request, *, headers_only: bool) -> _Matched:
         layout=asked.base_layout,
     )
     assigned = assign(adapters, checkpoint)
-    _refuse([*_adapter_faults(adapters), *assigned.faults, *_skeleton_faults(skeleton, checkpoint, asked)])
+    unfit = (*twin_faults(checkpoint), *_skeleton_faults(skeleton, checkpoint, asked))
+    _refuse([*_adapter_faults(adapters), *assigned.faults, *unfit])
     matchings = [match(a, checkpoint.family, checkpoint.layout) for a in assigned.assignments]
     checked = check(checkpoint, matchings, asked)
     _refuse(checked.faults)

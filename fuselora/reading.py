@@ -35,7 +35,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def is_regular(path: Path) -> bool:
-    """Whether it may be opened: a FIFO would wait for a writer, and a device has no end. Raises ``OSError``."""
+    """Whether it may be opened: a FIFO waits for a writer, a device has no end. Raises ``OSError``."""
     return stat.S_ISREG(path.stat().st_mode)
 
 

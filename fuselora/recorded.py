@@ -27,6 +27,7 @@ from fuselora.targets import Assignment, modules_for
 
 if TYPE_CHECKING:
     from fuselora.checkpoint import Checkpoint, Component
+    from fuselora.exact import Files
     from fuselora.families.runs import Runs
     from fuselora.lora.adapter import Adapter
     from fuselora.match import Hit
@@ -112,12 +113,14 @@ def additions(entry: LoraRecord, given: LoraLocation, component: Component, base
     faults = (*adapter.faults, *matching.faults)
     if faults:
         return Additions(None, tuple(Finding("lora", entry.name, f.key, f.message) for f in faults))
-    scales = tuple(_scales(entry))
+    from fuselora.exact import Files
+
+    scales, files = tuple(_scales(entry)), Files()
     by_module = {module: scale for scale in scales for module in scale.modules}
     findings = [
         *_formula_findings(entry, scales),
         *_account_findings(entry, matching, by_module),
-        *(f for hit in matching.hits for f in _pair_findings(entry, hit, by_module, adapter)),
+        *(f for hit in matching.hits for f in _pair_findings(entry, hit, by_module, adapter, files)),
     ]
     return Additions(tuple(_deltas(entry, matching, by_module)), tuple(findings))
 
@@ -183,7 +186,7 @@ def _divisors(group: Scale) -> tuple[float, ...]:
 
 
 def _pair_findings(
-    entry: LoraRecord, hit: Hit, scales: Mapping[str, Scale], adapter: Adapter
+    entry: LoraRecord, hit: Hit, scales: Mapping[str, Scale], adapter: Adapter, files: Files
 ) -> Iterator[Finding]:
     """Rank and alpha of one pair, as the file holds them."""
     rank = hit.rank
@@ -198,18 +201,19 @@ def _pair_findings(
         yield Finding("scale", entry.name, name, text)
     if group.rank != rank:
         yield Finding("scale", entry.name, name, f"its rank is {rank}; {FILE_NAME} says {group.rank}")
-    if wrong := _alpha_fault(hit, group, adapter):
+    if wrong := _alpha_fault(hit, group, adapter, files):
         said = f"{FILE_NAME} says {group.alpha:g}, from {group.source}"
         yield Finding("alpha", entry.name, name, f"{wrong}; {said}")
 
 
-def _alpha_fault(hit: Hit, group: Scale, adapter: Adapter) -> str | None:
+def _alpha_fault(hit: Hit, group: Scale, adapter: Adapter, files: Files) -> str | None:
     """An alpha in the file counts before all others; without any, alpha is the rank."""
     from fuselora.exact import scalar
 
+    files.close_in_time()
     for part in hit.module.parts.keys() & ALPHAS:
         tensor = hit.module.parts[part]
-        held = scalar(Stored(adapter.homes[tensor.name].path, tensor.name))
+        held = scalar(Stored(adapter.homes[tensor.name].path, tensor.name), files)
         said = group.source in _sources(hit, group.rank, adapter) and group.alpha == held
         return None if said else f"its {part} is {held:g}"
     if group.source in STORED:

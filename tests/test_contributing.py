@@ -69,7 +69,7 @@ def test_the_example_of_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """A fused LoRA on a split base, and one on halves that are the other way round."""
     found: dict[str, Any] = {}
     exec(BLOCKS[3], found)  # the text of our own page
-    for module in ("families.recognition", "made_for", "supported"):
+    for module in ("families.recognition", "supported"):
         monkeypatch.setattr(f"fuselora.{module}.FAMILIES", (found["EXAMPLE"],))
     names = ["x_embedder", *(f"blocks.0.attn.to_{part}" for part in "qkv")]
     save_file(

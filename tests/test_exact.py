@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from fuselora import exact
 from fuselora.definitions import changed, difference, moves
 from fuselora.errors import InputError
-from fuselora.exact import Distance, compare, measure, opened, round_to, scalar, slabs, ulp
+from fuselora.exact import Distance, Files, compare, measure, opened, round_to, scalar, slabs, ulp
 from fuselora.kinds import Kind
 from fuselora.kinds.difference import DIFF
 from fuselora.kinds.loha import LOHA
@@ -236,9 +237,45 @@ def test_numbers_and_vectors_are_measured_too(tmp_path: Path) -> None:
     "value", [torch.tensor(8), torch.tensor([8.0]), torch.tensor(8.0).bfloat16(), torch.tensor(8).short()]
 )
 def test_a_scalar_of_any_dtype(tmp_path: Path, value: torch.Tensor) -> None:
-    assert scalar(stored(tmp_path / "x.safetensors", alpha=value)["alpha"]) == 8.0
+    assert scalar(stored(tmp_path / "x.safetensors", alpha=value)["alpha"], Files()) == 8.0
 
 
 def test_a_file_whose_name_is_not_utf8_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not UTF-8"):
         opened(tmp_path / "l\udcff.safetensors")
+
+
+def count_opens(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    opens: list[Path] = []
+
+    def counted(path: Path) -> safe_open:
+        opens.append(path)
+        return opened(path)
+
+    monkeypatch.setattr(exact, "opened", counted)
+    return opens
+
+
+def test_files_stay_open_from_tensor_to_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The header of a large file takes longer to read than most tensors in it."""
+    base, deltas, total = sums(tmp_path, torch.bfloat16)
+    out = stored(tmp_path / "out.safetensors", w=round_to(total, torch.bfloat16).bfloat16())["w"]
+    opens = count_opens(monkeypatch)
+    files = Files()
+    for _ in range(3):
+        measure(base, out, deltas, quiet, files)
+    assert sorted(path.name for path in opens) == ["base.safetensors", "lora.safetensors", "out.safetensors"]
+
+
+@pytest.mark.parametrize("limit", ["MAX_OPEN", "MAX_READ"])
+def test_files_are_closed_after_so_many_and_so_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """Of thousands of shards there are few descriptors, and of large files little stays in memory."""
+    base = stored(tmp_path / "base.safetensors", v=torch.arange(5.0))["v"]
+    opens = count_opens(monkeypatch)
+    monkeypatch.setattr(exact, limit, 0)
+    files = Files()
+    for _ in range(3):
+        measure(base, base, (), quiet, files)
+    assert len(opens) == 3

@@ -418,7 +418,7 @@ def test_what_cannot_be_sealed_is_refused(out: Path) -> None:
     nested = "[" * 900 + "]" * 900
     text = json.dumps(load(out)).replace('"warnings": []', f'"warnings": {nested}')
     assert nested in text
-    with pytest.raises(MarkerError, match=r"was edited|not valid JSON"):
+    with pytest.raises(MarkerError, match=r"is nested deeper than 64"):
         decode(text.encode())
 
 

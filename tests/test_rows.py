@@ -28,8 +28,7 @@ ENDINGS = {"raw": ("lora_B.default", "lora_A.default")}
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("families.recognition", "made_for"):
-        monkeypatch.setattr(f"fuselora.{module}.FAMILIES", (TOY,))
+    monkeypatch.setattr("fuselora.families.recognition.FAMILIES", (TOY,))
 
 
 def rows(layout: Layout) -> dict[tuple[str, int], int]:

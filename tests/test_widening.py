@@ -28,8 +28,7 @@ X = "x_embed.weight"
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("families.recognition", "made_for"):
-        monkeypatch.setattr(f"fuselora.{module}.FAMILIES", (WIDENING,))
+    monkeypatch.setattr("fuselora.families.recognition.FAMILIES", (WIDENING,))
 
 
 def base_of(

@@ -10,15 +10,28 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from fuselora.families.few_step import FewStep, few_step_named
 from fuselora.families.kin import Branch, Kin, Measure, SkipRule
 from fuselora.families.model_class import ModelClass
-from fuselora.families.pattern import Shapes, compiled, filled, split_leaf, unnumbered, unnumbered_flat
+from fuselora.families.pattern import (
+    NUMBER,
+    Patterns,
+    Shapes,
+    compiled,
+    filled,
+    flat_form_of,
+    form_of,
+    split_leaf,
+    unnumbered,
+    unnumbered_flat,
+)
 from fuselora.families.renames import Renames, Spelled
 from fuselora.families.runs import Runs
 
+# a name without its numbers: of the module, as it is, and of one without dots as a flattened one
+Forms = tuple[str, str, str]
 Layout = str  # "diffusers", "native", or what a family calls one more
 
 
@@ -146,10 +159,17 @@ class Family:
 
     def share(self, names: Iterable[str]) -> float:
         """The part of these tensor or module names, in any layout, that the family has."""
+        return self.share_of(forms_of(names))
+
+    def share_of(self, forms: Mapping[Forms, int]) -> float:
+        """The same of names whose ``forms_of`` are known."""
         known, flat = self._known
-        forms = [_forms(name) for name in names]
-        found = sum(module in known or whole in known or joined in flat for module, whole, joined in forms)
-        return found / len(forms) if forms else 0.0
+        found = sum(
+            n
+            for (module, whole, joined), n in forms.items()
+            if module in known or whole in known or joined in flat
+        )
+        return found / sum(forms.values()) if forms else 0.0
 
     @cached_property
     def _known(self) -> tuple[frozenset[str], frozenset[str]]:
@@ -169,8 +189,12 @@ class Family:
 
     def canonical_name(self, name: str, layout: Layout | None) -> str:
         """The canonical name of a tensor or module of ``layout``, the first where it is made of several."""
+        return self.made_of(name, layout)[0]
+
+    def made_of(self, name: str, layout: Layout | None) -> tuple[str, ...]:
+        """The canonical tensors or modules that one of ``layout`` is made of, whatever their shapes."""
         found = self._row_of(name, layout)
-        return found[0].ours[0] + found[1] if found else name
+        return tuple(ours + found[1] for ours in found[0].ours) if found else (name,)
 
     def spelled_in(self, canonical: str, layout: Layout) -> str:
         """What ``layout`` calls the tensor or module that has this canonical one."""
@@ -194,22 +218,65 @@ class Family:
         return None
 
     def _dotted_canonical(self, flat: str) -> str | None:
-        for pattern in sorted(self.names):
-            if found := compiled(pattern.replace(".", "_")).fullmatch(flat):
-                return filled(pattern, found.groups())
-        return None
+        names, patterns = self._flat_names
+        found = patterns.find(flat, flat_form_of(flat))
+        return filled(names[found[0]], found[1]) if found else None
+
+    @cached_property
+    def _flat_names(self) -> tuple[tuple[str, ...], Patterns]:
+        names = tuple(sorted(self.names))
+        return names, Patterns([name.replace(".", "_") for name in names], unnumbered_flat)
 
     def layout_of(self, names: Iterable[str]) -> Layout | None:
         """The layout in which most of ``names`` are spelled; None when no one layout has most."""
         if not self.layouts:
             return self.canonical
         names = tuple(names)
-        votes = Counter(layout for name in names if (layout := self._only_in(name)))
+        votes: Counter[Layout] = Counter()
+        for name, n in self._alike(names).items():
+            if layout := self._only_in(name):
+                votes[layout] += n
         most = [layout for layout, n in votes.items() if n == max(votes.values())]
         if most:
             return most[0] if len(most) == 1 else None
         order = self.order_of_base(names)
         return order.layout if order else None
+
+    def twins(self, names: Iterable[str], layout: Layout | None) -> Iterator[tuple[str, str]]:
+        """Pairs of tensors of one base that are the same tensor or share rows, by their canonical names.
+
+        Such as a fused layer beside its parts. ``layout`` is the base's; what only another one calls so
+        is read as that one's.
+        """
+        held: dict[str, str] = {}
+        told: set[str] = set()
+        read_in: dict[str, Layout | None] = {}
+        for name in names:
+            like = self._like(name)
+            if like not in read_in:
+                spelled = self._spelled_so(like)
+                read_in[like] = layout if layout in spelled or not spelled else spelled[0]
+            for canonical in self.made_of(name, read_in[like]):
+                twin = held.setdefault(canonical, name)
+                if twin != name and twin not in told:
+                    told |= {twin, name}
+                    yield twin, name
+
+    def _alike(self, names: Iterable[str]) -> Mapping[str, int]:
+        """Of names that differ in numbers that no row speaks of itself, one, and how many there are."""
+        return Counter(map(self._like, names))
+
+    def _like(self, name: str) -> str:
+        """A name that every row speaks of as it does of this one."""
+        top = self._top_number
+        return NUMBER.sub(lambda number: number[0] if int(number[0]) <= top else str(top + 1), name)
+
+    @cached_property
+    def _top_number(self) -> int:
+        """The highest number that stands in a row as it is."""
+        rows = (row for renames in self.layouts.values() for row in renames.rows)
+        patterns = (pattern for row in rows for pattern in (row.theirs, *row.ours))
+        return max((int(n) for pattern in patterns for n in NUMBER.findall(pattern)), default=0)
 
     def order_of_lora(self, keys: Iterable[str], metadata: Mapping[str, str]) -> RowOrder | None:
         """Of layouts that share their names, the one whose sign a LoRA has, else the first."""
@@ -229,9 +296,13 @@ class Family:
 
     def _only_in(self, name: str) -> Layout | None:
         """The one layout that spells a tensor so, where the layouts differ about it."""
-        found = [layout for layout in self.layouts if self._row_of(name, layout)]
-        found += [self.canonical] * any(_by_name(r.of_ours, name) for r in self.layouts.values())
+        found = self._spelled_so(name)
         return found[0] if len(found) == 1 else None
+
+    def _spelled_so(self, name: str) -> list[Layout]:
+        """The layouts that spell a tensor so, of those that have a row about it."""
+        found = [layout for layout in self.layouts if self._row_of(name, layout)]
+        return found + [self.canonical] * any(_by_name(r.of_ours, name) for r in self.layouts.values())
 
     def _row_of(self, name: str, layout: Layout | None) -> tuple[Spelled, str] | None:
         renames = self.layouts.get(layout) if layout else None
@@ -300,8 +371,23 @@ class Family:
 
     def models_of(self, shapes: Shapes, n_experts: int = 1, layout: Layout | None = None) -> tuple[str, ...]:
         """The published models that tensors of these names and shapes belong to; any layout if not told."""
-        found = self.canonical_shapes(shapes, layout)
-        return tuple(model for kin in self.kin if self._is_kin(kin, found) for model in kin.named(n_experts))
+        layout = layout or self.layout_of(shapes)
+        fitting = [kin for kin in self.kin if self._has_witnesses(kin, shapes, layout)]
+        if not fitting:
+            return ()
+        n_blocks = len(self.block_numbers(self.canonical_shapes(shapes, layout)))
+        return tuple(model for kin in fitting if kin.blocks == n_blocks for model in kin.named(n_experts))
+
+    def _has_witnesses(self, kin: Kin, shapes: Shapes, layout: Layout | None) -> bool:
+        return all(_fits(self._shape(name, shapes, layout), wanted) for name, wanted in kin.witnesses.items())
+
+    def _shape(self, canonical: str, shapes: Shapes, layout: Layout | None) -> tuple[int, ...]:
+        """The shape of the tensor that has this canonical name; () if there is none."""
+        spelled = self.spelled_in(canonical, layout or self.canonical)
+        if spelled not in shapes:
+            return shapes.get(canonical, ())
+        pieces = self._pieces_or_it(spelled, shapes, layout)
+        return next((piece.shape for piece in pieces if piece.name == canonical), ())
 
     def block_numbers(self, names: Iterable[str]) -> frozenset[int]:
         """The blocks that have a tensor among these canonical ``names``."""
@@ -333,24 +419,23 @@ class Family:
         """The published few-step LoRA that a file, folder or repository of this name is."""
         return few_step_named(self.few_step, name)
 
-    def _is_kin(self, kin: Kin, canonical: Shapes) -> bool:
-        if len(self.block_numbers(canonical)) != kin.blocks:
-            return False
-        return all(_fits(canonical.get(name, ()), shape) for name, shape in kin.witnesses.items())
+
+def forms_of(names: Iterable[str]) -> Mapping[Forms, int]:
+    """How many of these names have each form, which all blocks of a model share."""
+    return Counter(map(_forms, names))
 
 
-@lru_cache(1 << 14)  # every family is asked about the same names
-def _forms(name: str) -> tuple[str, str, str]:
-    """A name without its numbers: of the module, as it is, and as a flattened one."""
-    return unnumbered(split_leaf(name)[0]), unnumbered(name), unnumbered_flat(name)
+def _forms(name: str) -> Forms:
+    return form_of(split_leaf(name)[0]), form_of(name), "" if "." in name else flat_form_of(name)
 
 
-def _by_name(find: Callable[[str], Spelled | None], name: str) -> tuple[Spelled, str] | None:
+def _by_name(find: Callable[[str, str], Spelled | None], name: str) -> tuple[Spelled, str] | None:
     """A row that speaks of a whole tensor name, or of its module; with what is left of the name."""
-    if found := find(name):
+    form = form_of(name)
+    if found := find(name, form):
         return found, ""
     stem, leaf = split_leaf(name)
-    found = find(stem) if leaf else None
+    found = find(stem, form.removesuffix(leaf)) if leaf else None
     return (found, leaf) if found else None
 
 

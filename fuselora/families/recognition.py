@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from fuselora.families import FAMILIES
+from fuselora.families.family import forms_of
 
 if TYPE_CHECKING:
     from fuselora.families import Family
@@ -18,8 +19,8 @@ LEAST_SHARE = 0.5  # of names: a variant may have as many of its own, another mo
 
 def families_of(names: Iterable[str]) -> tuple[Family, ...]:
     """The families that have most of these tensor or module names, in any layout; several where as many."""
-    names = tuple(names)
-    shares = {family.name: family.share(names) for family in FAMILIES}
+    forms = forms_of(names)
+    shares = {family.name: family.share_of(forms) for family in FAMILIES}
     most = max(shares.values())
     return tuple(family for family in FAMILIES if shares[family.name] == most > LEAST_SHARE)
 
@@ -27,7 +28,9 @@ def families_of(names: Iterable[str]) -> tuple[Family, ...]:
 def family_of(shapes: Shapes) -> Family | None:
     """The family of a checkpoint: of several with these names, one with a published model of these shapes."""
     found = families_of(shapes)
-    return next((family for family in found if family.models_of(shapes)), found[0] if found else None)
+    if len(found) < 2:
+        return found[0] if found else None
+    return next((family for family in found if family.models_of(shapes)), found[0])
 
 
 def families_named(text: str) -> tuple[Family, ...]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from fuselora.families.pattern import compiled, filled
+from fuselora.families.pattern import Patterns, filled, flat_form_of, unnumbered_flat
 from fuselora.families.runs import Order, Runs, per_head, stacked, swapped, two_swapped
 
 Shape = tuple[int, ...]
@@ -94,65 +93,47 @@ class Spelled:
 
 
 class Renames:
-    """The rows of one layout; a pair of patterns is a row that only renames. Compiled when first asked."""
+    """The rows of one layout; a pair of patterns is a row that only renames."""
 
     def __init__(self, rows: Iterable[Row | tuple[str, str]]) -> None:
         self.rows = tuple(row if isinstance(row, Row) else Row(row[0], (row[1],)) for row in rows)
 
-    def of_theirs(self, stem: str) -> Spelled | None:
-        """The row that speaks of this name of theirs."""
-        found = self._theirs.fullmatch(stem)
-        if found is None:
-            return None
-        row, values = self.rows[_which(found)], _values(found)
-        return Spelled(row, stem, tuple(filled(name, values) for name in row.ours))
+    def of_theirs(self, name: str, form: str) -> Spelled | None:
+        """The row that speaks of this name of theirs; ``form`` is its ``form_of``."""
+        return self._of_theirs(self._theirs.find(name, form))
 
-    def of_ours(self, stem: str) -> Spelled | None:
-        """The row of which this canonical name is a part."""
-        found = self._ours.fullmatch(stem)
+    def of_ours(self, name: str, form: str) -> Spelled | None:
+        """The row of which this canonical name is a part; ``form`` is its ``form_of``."""
+        found = self._ours.find(name, form)
         if found is None:
             return None
-        n, part = self._parts[_which(found)]
-        row, values = self.rows[n], _values(found)
-        ours = tuple(filled(name, values) for name in row.ours)
-        return Spelled(row, filled(row.theirs, values), ours, part)
+        n, part = self._parts[found[0]]
+        return _spelled(self.rows[n], found[1], part)
 
     def of_flat(self, flat: str) -> Spelled | None:
         """The row that speaks of this name of theirs with an underscore for every dot."""
-        found = self._flat_theirs.fullmatch(flat)
-        if found is None:
-            return None
-        row, values = self.rows[_which(found)], _values(found)
-        return Spelled(row, filled(row.theirs, values), tuple(filled(name, values) for name in row.ours))
+        return self._of_theirs(self._flat_theirs.find(flat, flat_form_of(flat)))
+
+    def _of_theirs(self, found: tuple[int, tuple[str, ...]] | None) -> Spelled | None:
+        return _spelled(self.rows[found[0]], found[1]) if found else None
 
     @cached_property
     def _parts(self) -> tuple[tuple[int, int], ...]:
         return tuple((n, part) for n, row in enumerate(self.rows) for part in range(len(row.ours)))
 
     @cached_property
-    def _theirs(self) -> re.Pattern[str]:
-        return _numbered([row.theirs for row in self.rows])
+    def _theirs(self) -> Patterns:
+        return Patterns([row.theirs for row in self.rows])
 
     @cached_property
-    def _ours(self) -> re.Pattern[str]:
-        return _numbered([name for row in self.rows for name in row.ours])
+    def _ours(self) -> Patterns:
+        return Patterns([name for row in self.rows for name in row.ours])
 
     @cached_property
-    def _flat_theirs(self) -> re.Pattern[str]:
-        return _numbered([row.theirs.replace(".", "_") for row in self.rows])
+    def _flat_theirs(self) -> Patterns:
+        return Patterns([row.theirs.replace(".", "_") for row in self.rows], unnumbered_flat)
 
 
-def _numbered(patterns: Sequence[str]) -> re.Pattern[str]:
-    """One pattern that tells by its outermost group, ``r<row>``, which of ``patterns`` fits."""
-    return re.compile("|".join(f"(?P<r{n}>{compiled(p).pattern})" for n, p in enumerate(patterns)))
-
-
-def _which(found: re.Match[str]) -> int:
-    assert found.lastgroup is not None
-    return int(found.lastgroup[1:])
-
-
-def _values(found: re.Match[str]) -> tuple[str, ...]:
-    """What its placeholders stand for, in their order."""
-    assert found.lastindex is not None
-    return tuple(value for value in found.groups()[found.lastindex :] if value is not None)
+def _spelled(row: Row, values: tuple[str, ...], part: int = 0) -> Spelled:
+    ours = tuple(filled(name, values) for name in row.ours)
+    return Spelled(row, filled(row.theirs, values), ours, part)

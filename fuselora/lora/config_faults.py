@@ -81,8 +81,8 @@ def config_faults(stated: Stated, path: str) -> Iterator[Fault]:
     if peft_type(stated.document) not in KINDS_OF:
         return  # ``type_fault``
     for check in (
-        _types, _patterns, _unfused, _changed_base, _other_kinds, _ranks, _magnitudes, _pair_biases, _saved_modules,
-        _parameters,
+        _types, _patterns, _unfused, _changed_base, _other_kinds, _ranks, _magnitudes, _pair_biases,
+        _saved_modules, _parameters,
     ):  # fmt: skip
         for code, key, text, hint in check(stated):
             yield _fault(stated, path, code, key, text, hint)

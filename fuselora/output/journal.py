@@ -76,7 +76,8 @@ class Journal:
         """
         listed = sorted(set(files))
         with writing(folder / JOURNAL_NAME):
-            kept = {path: entry for path, entry in read(folder, fingerprint).items() if path in set(listed)}
+            known = frozenset(listed)
+            kept = {path: entry for path, entry in read(folder, fingerprint).items() if path in known}
             claims.clear(folder, keep={*kept, JOURNAL_NAME})
             _begin(folder, fingerprint, listed, kept.values())
             flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC

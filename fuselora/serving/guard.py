@@ -13,8 +13,7 @@ from typing import Literal
 
 from fuselora.check.folder import lora_outcomes
 from fuselora.errors import AlreadyFused, InputError, MarkerError
-from fuselora.escape import one_line
-from fuselora.escape import short
+from fuselora.escape import one_line, short
 from fuselora.header import read_header
 from fuselora.marker import FILE_NAME, FINGERPRINT_KEY, LoraRecord, Marker, read_marker
 
