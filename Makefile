@@ -20,7 +20,7 @@ OMNI_PIP := $(OMNI_VENV)/bin/python -m pip install --quiet --disable-pip-version
 BENCH ?= --gigabytes 1 --cases bf16+1xbf16,f32+1xbf16 --rounds 3 --float32-rounds 1 \
 	--peer-cases bf16+1xbf16 --peer-rounds 1
 
-.PHONY: demo test test-fast test-vllm-omni crash mutants audit bench lint format clean
+.PHONY: demo test test-fast test-vllm-omni crash fuzz mutants audit bench lint format clean
 
 demo: $(STAMP)  ## make a tiny Wan2.2 pair, merge it, verify it
 	$(BIN)/fuselora demo $(DEMO)
@@ -36,6 +36,9 @@ test-vllm-omni: $(OMNI_STAMP)  ## against vLLM-Omni's own classes on the CPU; an
 
 crash: $(STAMP)  ## a merge cut short at every call that writes, some 5,500 times
 	$(BIN)/python -m tests.crash
+
+fuzz: $(STAMP)  ## broken files of each kind that is read, ten minutes of new ones
+	$(BIN)/python -m tests.fuzz
 
 mutants: $(STAMP)  ## the code broken on purpose in some fifty places: a test has to fail for each
 	$(BIN)/python -m tests.mutants
