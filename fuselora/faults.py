@@ -38,6 +38,8 @@ QUANTISED_SIBLINGS = ("absmax", "quant_map", "nested_absmax", "quant_state.bitsa
 # What a weight is called once GPTQ, AWQ, Nunchaku or compressed-tensors has packed it.
 PACKED_LEAVES = (".qweight", ".weight_packed")
 TASKS = re.compile(r"(?<![a-z])[ti]2v(?![a-z])", re.IGNORECASE)
+# What no quantisation made, and nothing is added to.
+UNFUSABLE: Mapping[str, str] = {"F64": "float64", "C64": "complex", "BOOL": "boolean"}
 FLOAT32_MAX = 3.4028234663852886e38
 
 
@@ -320,7 +322,7 @@ def _quantised_faults(matching: Matching) -> Iterator[Fault]:
         dtype = tensors[base_key].dtype
         packed = any(f"{stem}.{s}" in tensors for stem in _stems(base_key) for s in QUANTISED_SIBLINGS)
         if dtype not in FUSABLE or packed:
-            what = "fp8" if dtype.startswith("F8") else "quantised" if dtype != "F64" else "float64"
+            what = UNFUSABLE.get(dtype, "fp8" if dtype.startswith("F8") else "quantised")
             yield _quantised(component, base_key, dtype, what)
 
 
@@ -340,7 +342,8 @@ def _packed_faults(matching: Matching, checkpoint: Checkpoint) -> Iterator[Fault
 
 def _quantised(component: Component, base_key: str, dtype: str, what: str) -> Fault:
     text = f"{base_key} is {dtype}: fusing into a {what} base is not supported yet"
-    hint = "Fuse into the bfloat16 or float32 base and quantise the result."
+    then = "" if what in UNFUSABLE.values() else " and quantise the result"
+    hint = f"Fuse into the bfloat16 or float32 base{then}."
     return Fault("quantised", text, path=component.name, key=base_key, hint=hint)
 
 

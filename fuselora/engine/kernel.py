@@ -17,6 +17,7 @@ from fuselora.delta.sums import FLOAT64 as FLOAT64_SUMS
 from fuselora.delta.sums import Sums
 from fuselora.engine.factors import CPU, Read, read_joined
 from fuselora.engine.settings import exact_settings
+from fuselora.engine.tiny import is_base_sound, is_pair_sound
 from fuselora.errors import NumericError
 from fuselora.families.runs import Run, meeting
 from fuselora.steps import UNIT_ROWS, Fuse
@@ -150,7 +151,8 @@ class NarrowBf16:
     """bfloat16 base, factors and output in one pass: products and sums in float32, rounded once at the end.
 
     Several pairs on the same rows become one by joining their ranks, which needs one scale for all; pairs on
-    other rows stay apart. The CPU's bfloat16 instructions take what is smaller than 2^-126 for zero.
+    other rows stay apart. Chunks with values that the CPU's bfloat16 instructions would take for zero are
+    summed in float32.
     """
 
     name: str = "bf16-addmm"
@@ -187,17 +189,19 @@ def _apart(groups: Iterable[Runs]) -> bool:
 def _joined(rows: Runs, deltas: Sequence[Delta]) -> _JoinedPair:
     up = read_joined([delta.factors["up"] for delta in deltas], torch.bfloat16, dim=1)
     down = read_joined([delta.factors["down"] for delta in deltas], torch.bfloat16, dim=0)
-    return _JoinedPair(rows, up, down, deltas[0].scale)
+    scale = deltas[0].scale
+    return _JoinedPair(rows, up, down, scale, is_pair_sound(up, down, scale))
 
 
 @dataclass(frozen=True, slots=True)
 class _JoinedPair:
-    """All pairs on some rows of the base, as one."""
+    """All pairs on some rows of the base, as one. ``sound``: in bfloat16 nothing of it is lost."""
 
     rows: Runs
     up: torch.Tensor
     down: torch.Tensor
     scale: float
+    sound: bool
 
     def add(self, out: torch.Tensor, first: int, last: int) -> None:
         """Onto rows ``first`` to ``last`` of the base, those that it has."""
@@ -223,16 +227,21 @@ class _Bf16Sum:
 
     def rows(self, base: torch.Tensor, out: torch.Tensor, first: int, last: int) -> Lost:
         before = base[:UNIT_ROWS].float() if first == 0 else None
-        if out.data_ptr() != base.data_ptr():
-            out.copy_(base)
-        for pair in self.pairs:
-            pair.add(out, first, last)
+        if all(pair.sound for pair in self.pairs) and is_base_sound(base):
+            if out.data_ptr() != base.data_ptr():
+                out.copy_(base)
+            for pair in self.pairs:
+                pair.add(out, first, last)
+        else:
+            out.copy_(self._exact(_scratch(base.shape, torch.float32).copy_(base), first, last))
         if before is None:
             return Lost()
-        exact = before.clone()
+        return count_lost(before, self._exact(before.clone(), 0, len(before)), out[:UNIT_ROWS])
+
+    def _exact(self, total: torch.Tensor, first: int, last: int) -> torch.Tensor:
         for pair in self.pairs:
-            pair.add_exact(exact, 0, len(exact))
-        return count_lost(before, exact, out[:UNIT_ROWS])
+            pair.add_exact(total, first, last)
+        return total
 
 
 FLOAT32 = Wide("float32", FLOAT32_SUMS, lambda total, dtype: total.to(dtype))
@@ -304,8 +313,9 @@ def count_lost(before: torch.Tensor, total: torch.Tensor, out: torch.Tensor) -> 
 
 
 def _non_finite(step: Fuse) -> NumericError:
-    return NumericError(
-        f"{step.base_key}: the fused tensor is not finite",
-        hint=f"Check the strength and alpha{MORE_RANGE if step.dtype == 'F16' else ''}.",
-        tensor=step.base_key,
+    more = MORE_RANGE if step.dtype == "F16" else ""
+    what = "fused tensor" if step.deltas else f"tensor cast to {step.dtype}"
+    hint = (
+        f"Check the strength and alpha{more}." if step.deltas else f"Leave it as it is, --dtype keep{more}."
     )
+    return NumericError(f"{step.base_key}: the {what} is not finite", hint=hint, tensor=step.base_key)

@@ -15,10 +15,20 @@ _told = threading.local()
 
 
 def one_thread() -> None:
-    """torch computes in the calling thread alone, as blocks are what is computed side by side."""
+    """torch computes in the calling thread alone, as blocks are what is computed side by side.
+
+    A new thread takes over whether subnormals are flushed; here they are not.
+    """
     if not getattr(_told, "done", False):
         torch.set_num_threads(1)
+        torch.set_flush_denormal(False)
         _told.done = True
+
+
+def flushes() -> bool:
+    """Whether the calling thread takes subnormal float32 numbers for zero; torch does not tell."""
+    tiny = torch.full((1,), 2.0**-127, dtype=torch.float32, device="cpu")
+    return tiny.mul(1.0).view(torch.int32).item() == 0
 
 
 class _Users:
@@ -35,16 +45,21 @@ _inside = threading.local()
 
 @contextmanager
 def exact_settings() -> Iterator[None]:
-    """float32 sums in float32, each in the thread that asks for it. Several threads may be inside at once."""
+    """float32 sums in float32, subnormals too, each in the thread that asks for it.
+
+    Several threads may be inside at once.
+    """
     if getattr(_inside, "exact", False):
         yield
         return
-    threads = _enter()
+    threads, flushed = _enter(), flushes()
+    torch.set_flush_denormal(False)
     _inside.exact = True
     try:
         yield
     finally:
         _inside.exact = False
+        torch.set_flush_denormal(flushed)
         _leave(threads)
 
 

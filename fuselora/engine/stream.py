@@ -244,10 +244,12 @@ def _told(file: OutputFile, step: Fuse) -> Iterator[None]:
     try:
         yield
     except NumericError as error:
-        sound = _base_is_finite(file.base.path, step)
-        why = f"the sum does not fit {step.dtype}" if sound else "the base itself holds NaN or infinity there"
+        if _base_is_finite(file.base.path, step):
+            why, hint = f"{'the sum' if step.deltas else 'it'} does not fit {step.dtype}", error.hint
+        else:
+            why, hint = "the base itself holds NaN or infinity there", "The base itself is broken."
         text = f"{file.base.path}: {error.message}: {why}"
-        raise NumericError(text, hint=error.hint, path=str(file.base.path), **error.facts) from error
+        raise NumericError(text, hint=hint, path=str(file.base.path), **error.facts) from error
 
 
 def _base_is_finite(path: Path, step: Fuse) -> bool:

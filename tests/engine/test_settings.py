@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fuselora.content import LoraContent, read_content
-from fuselora.engine.settings import exact_settings, one_thread
+from fuselora.engine.settings import exact_settings, flushes, one_thread
 from tests.small import lora, noise, pair, planned, write
 
 if TYPE_CHECKING:
@@ -42,6 +42,27 @@ def test_settings_within_settings() -> None:
             assert settings() == (1, "highest")
         assert settings() == (1, "highest")
     assert settings() == (2, "medium")
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+def test_subnormals_count_inside_whatever_the_caller_does_with_them(flushed: bool) -> None:
+    torch.set_flush_denormal(flushed)
+    seen: list[bool] = []
+
+    def lane() -> None:
+        one_thread()
+        seen.append(flushes())
+
+    try:
+        with exact_settings():
+            assert not flushes()
+        assert flushes() == flushed
+        thread = threading.Thread(target=lane)
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_flush_denormal(False)
+    assert seen == [False]
 
 
 def test_two_merges_at_once() -> None:
