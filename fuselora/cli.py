@@ -18,7 +18,16 @@ from fuselora import __version__
 from fuselora.errors import FuseloraError, UsageError
 from fuselora.interrupts import INTERRUPTED, Interrupts
 from fuselora.resources import enough
-from fuselora.specs import SHORT_NAMES, LoraSpec, Request, parse_alpha, parse_block, parse_layout, parse_lora
+from fuselora.specs import (
+    EMPTY_PATH,
+    SHORT_NAMES,
+    LoraSpec,
+    Request,
+    parse_alpha,
+    parse_block,
+    parse_layout,
+    parse_lora,
+)
 from fuselora.streams import fill_gaps, tolerant, tolerate
 
 if TYPE_CHECKING:
@@ -65,6 +74,13 @@ app = typer.Typer(
 )
 
 
+def path(text: str | Path) -> Path:
+    """What an option names; an empty text, such as a variable that is not set, is not the current folder."""
+    if text == "":
+        raise typer.BadParameter(EMPTY_PATH)
+    return Path(text)
+
+
 class DtypeChoice(str, Enum):
     """``--dtype``."""
 
@@ -103,7 +119,10 @@ Lora = Annotated[
 ]
 High = Annotated[list[str], typer.Option(metavar="FILE", help="The same as --lora transformer=FILE.")]
 Low = Annotated[list[str], typer.Option(metavar="FILE", help="The same as --lora transformer_2=FILE.")]
-Out = Annotated[Optional[Path], typer.Option(help="New or empty folder [./<base name>-fused].")]  # noqa: UP045
+Out = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option(parser=path, metavar="PATH", help="New or empty folder [./<base name>-fused]."),
+]
 Dtype = Annotated[DtypeChoice, typer.Option(help="Dtype of the transformers; text encoders keep theirs.")]
 Uniform = Annotated[bool, typer.Option("--uniform", help="Cast also what the model keeps in float32.")]
 Variant = Annotated[Optional[str], typer.Option(help="Variant files, such as fp16.")]  # noqa: UP045
@@ -286,7 +305,9 @@ def plan(
 
 @app.command()
 def inspect(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="LoRAs, checkpoints, folders.")],
+    paths: Annotated[
+        list[Path], typer.Argument(parser=path, metavar="PATH...", help="LoRAs, checkpoints, folders.")
+    ],
     json: Json = False,
 ) -> None:
     """What a LoRA file, a checkpoint or a fused folder is."""
@@ -307,7 +328,7 @@ def families(json: Json = False) -> None:
 
 @app.command()
 def verify(
-    out: Annotated[Path, typer.Argument(help="A fused folder.")],
+    out: Annotated[Path, typer.Argument(parser=path, metavar="OUT", help="A fused folder.")],
     base: Annotated[Optional[str], typer.Option(help="The base it was made from.")] = None,  # noqa: UP045
     lora: Annotated[list[str], typer.Option(metavar="FILE", help="The LoRA files; repeatable.")] = [],  # noqa: B006
     skeleton: Annotated[
@@ -332,9 +353,7 @@ def verify(
 
 @app.command()
 def check(
-    out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="A folder that should be fused.", readable=False)
-    ],
+    out: Annotated[Path, typer.Argument(parser=path, metavar="OUT", help="A folder that should be fused.")],
     lora: Asked = [],  # noqa: B006
     digest: Annotated[bool, typer.Option("--digest", help="Read every byte again.")] = False,
     json: Json = False,
@@ -354,7 +373,7 @@ def check(
 
 @app.command()
 def demo(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]")] = Path("fuselora-demo"),
+    folder: Annotated[Path, typer.Argument(parser=path, metavar="[DIR]")] = Path("fuselora-demo"),
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,10 +20,12 @@ from fuselora.output import staging
 from fuselora.planning import FusePlan, build_plan
 from fuselora.progress import Progress, Silent
 from fuselora.resolve import resolve_base, resolve_lora, resolve_skeleton
+from fuselora.resources import current_folder
 from fuselora.serving_notes import serving_notes
 from fuselora.skeleton import Skeleton, open_skeleton
 from fuselora.skeleton_faults import skeleton_faults
 from fuselora.specs import (
+    EMPTY_PATH,
     AlphaSpec,
     Assets,
     BlockSpec,
@@ -111,6 +114,8 @@ def request(
             options[name] = tuple(map(read, _several(options[name])))
     if options.get("skeleton") is not None:
         options["skeleton"] = str(options["skeleton"])
+    if out == "":
+        raise UsageError(EMPTY_PATH, hint="Give out a folder, or leave it away.")
     where = Path(out) if out is not None else None
     try:
         asked = Request(base=str(base), loras=specs, out=where, **options)  # type: ignore[arg-type]
@@ -122,6 +127,8 @@ def request(
 
 def plan_request(asked: Request, progress: Progress) -> FusePlan:
     """Everything up to the plan; nothing is written."""
+    if asked.content:
+        current_folder()
     matched = _matched(asked, headers_only=not asked.content)
     contents = _contents(matched, asked, progress) if asked.content else None
     return _planned(matched, contents, asked)
@@ -140,14 +147,15 @@ def estimate_plan(planned: FusePlan) -> Estimate:
 
 def merge_request(asked: Request, progress: Progress) -> FuseReport:
     """The whole run."""
+    current_folder()
     from fuselora.build import build
 
-    started = time.monotonic()
+    started, fixed = time.monotonic(), _fixed_time()
     matched = _matched(asked, headers_only=False)
     out = asked.out or _default_out(matched.checkpoint)
     stage = staging.prepare(out, inputs=matched.inputs, overwrite=asked.overwrite, restart=asked.restart)
     planned = _planned(matched, _contents(matched, asked, progress), asked)
-    built = build(planned, stage, progress, _created())
+    built = build(planned, stage, progress, fixed or datetime.now(timezone.utc))
     seconds = time.monotonic() - started
     return FuseReport(out, planned, built.marker, built.notices, built.kept, seconds)
 
@@ -285,12 +293,15 @@ def _default_out(checkpoint: Checkpoint) -> Path:
     return Path(f"{name.removesuffix('.safetensors')}-fused")
 
 
-def _created() -> datetime:
-    """Now, or the time that reproducible builds fix (https://reproducible-builds.org/specs/source-date-epoch)."""
+def _fixed_time() -> datetime | None:
+    """The one of reproducible builds (https://reproducible-builds.org/specs/source-date-epoch)."""
     epoch = os.environ.get("SOURCE_DATE_EPOCH")
     if epoch is None:
-        return datetime.now(timezone.utc)
+        return None
     try:
+        if not re.fullmatch(r"-?[0-9]+", epoch):
+            raise ValueError(epoch)
         return datetime.fromtimestamp(int(epoch), timezone.utc)
     except (ValueError, OverflowError, OSError) as error:
-        raise UsageError(f"SOURCE_DATE_EPOCH is {epoch!r}, not a number of seconds") from error
+        hint = "Unset it, or give it the seconds since 1970."
+        raise UsageError(f"SOURCE_DATE_EPOCH is {epoch!r}, not a number of seconds", hint=hint) from error

@@ -23,14 +23,16 @@ HINTS: Mapping[int, str] = {
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Any ``OSError`` met inside becomes a ``ReadError`` about ``path``."""
+    """Any ``OSError`` met inside becomes a ``ReadError`` about ``path``, or what it names in that folder."""
     try:
         yield
     except OSError as error:
+        inside = isinstance(error.filename, str) and Path(error.filename).is_relative_to(path)
+        at = error.filename if inside else str(path)
         raise ReadError(
-            f"{path}: cannot be read: {error.strerror or error}",
+            f"{at}: cannot be read: {error.strerror or error}",
             hint=HINTS.get(error.errno or 0, "Look to the disk or network that holds it."),
-            path=str(path),
+            path=at,
         ) from error
 
 

@@ -20,6 +20,7 @@ from fuselora.hub import fetch_base, fetch_lora, fetch_skeleton
 from fuselora.selection import ADAPTER_CONFIG, CONFIGURED, adapter_weights
 from fuselora.specs import (
     COMPONENTS,
+    EMPTY_PATH,
     HUB,
     SHORT_NAMES,
     HubAddress,
@@ -124,7 +125,7 @@ def resolve_lora(spec: LoraSpec) -> LoraLocation:
 
 def _local(text: str) -> Path | None:
     if not text:
-        raise UsageError("an empty text names no file")
+        raise UsageError(EMPTY_PATH)
     path = local_path(text)
     if path is not None and not path.is_file() and not path.is_dir():
         raise InputError(f"{path}: is neither a file nor a folder", path=str(path))

@@ -1,7 +1,8 @@
-"""Memory, threads and libraries that the machine does not give, said as ``ResourceError``."""
+"""Memory, threads, libraries and the folder that the machine does not give, said as ``ResourceError``."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,6 +29,15 @@ def enough() -> Iterator[None]:
     except ImportError as error:
         hint = "Install fuselora again, or give it more memory (ulimit -v, the container's limit)."
         raise ResourceError(_text("a library cannot be loaded", error), hint=hint) from error
+
+
+def current_folder() -> None:
+    """Raises ``ResourceError`` where it was removed: torch's libraries would end the process then."""
+    try:
+        os.getcwd()  # noqa: PTH109 - nothing but whether it is there
+    except OSError as error:
+        hint = "Go to a folder that exists, with cd, and run the same command there."
+        raise ResourceError(f"the current folder is gone: {error.strerror}", hint=hint) from error
 
 
 def _text(what: str, error: Exception) -> str:

@@ -58,6 +58,7 @@ SHORT_NAMES: Mapping[str, str] = {
     "SenseNova-U1.5": "sensenova/SenseNova-U1.5-8B-MoT",
     "Kandinsky-5": "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers",
 }
+EMPTY_PATH = "an empty text names no file"
 Dtype = Literal["keep", "bfloat16", "float16", "float32"]
 Kernel = Literal["auto", "reference"]
 Assets = Literal["copy", "hardlink", "symlink", "skip"]

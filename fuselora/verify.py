@@ -26,6 +26,7 @@ from fuselora.marker import FILE_NAME, ComponentRecord, LoraRecord, Marker, read
 from fuselora.progress import Progress, Silent
 from fuselora.recorded import Delta, Finding, additions
 from fuselora.resolve import LoraLocation, resolve_base, resolve_lora, resolve_skeleton
+from fuselora.resources import current_folder
 from fuselora.selection import variants
 from fuselora.specs import LoraSpec, plain_loras
 from fuselora.verify_report import VerifyReport
@@ -62,6 +63,8 @@ def verify(
         raise UsageError(f"{what} given and no base", hint="Give the base too: --base BASE.")
     if skeleton is not None:
         _refuse_needless_skeleton(out)
+    if base is not None or load:
+        current_folder()
     specs = [spec for lora in loras for spec in plain_loras(str(lora), why=PLAIN)]
     checked = _checked(out, progress)
     findings = [

@@ -41,7 +41,8 @@ class Sink:
         self._direct: int | None = None
         try:
             self._direct = _open_direct(path) if direct else None
-            os.fchmod(self.descriptor, mode)  # not before the second open, which a read-only mode refuses
+            # as far as the umask allows, and not before the second open, which a read-only mode refuses
+            os.fchmod(self.descriptor, mode & os.fstat(self.descriptor).st_mode)
             _reserve(self.descriptor, n_bytes)
         except BaseException:
             self.close()

@@ -369,11 +369,12 @@ def test_a_close_that_fails_is_heard_and_does_not_keep_the_other_open(
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o600, 0o444, 0o400, 0o666])
-def test_the_mode_is_the_one_given_whatever_the_umask(path: Path, mode: int) -> None:
-    before = os.umask(0o077)
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o027, 0o077])
+def test_the_mode_is_the_one_given_as_far_as_the_umask_allows(path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
     try:
         with created(path, 10, mode, direct=True):
-            assert path.stat().st_mode & 0o777 == mode
+            assert path.stat().st_mode & 0o777 == mode & ~umask
     finally:
         os.umask(before)
 
