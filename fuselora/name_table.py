@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 # transformers has had CLIPTextModel with and without text_model, Qwen with and without language_model
 LEVELS = re.compile(r"^(?:(?:text_model|language_model|model)[._])+")
+NORM_LEAVES = {"scale": "weight", "weight": "scale"}
 OWN = "own"  # the layout of a base whose family or layout is not known
 
 
@@ -79,10 +80,16 @@ class NameTable:
 
     def find(self, reading: Reading, leaf: str) -> dict[Layout, tuple[Home, ...]]:
         """What is called this, by the layouts that call it so."""
-        if reading.flat:
-            name = flatten(reading.name) + leaf
+        name = (flatten(reading.name) if reading.flat else reading.name) + leaf
+        found, other = self._called(name, flat=reading.flat), _of_norm(name)
+        if found or other is None:
+            return found
+        norms = self._called(other, flat=reading.flat)
+        return {layout: homes for layout, homes in norms.items() if all(len(h.shape) == 1 for h in homes)}
+
+    def _called(self, name: str, *, flat: bool) -> dict[Layout, tuple[Home, ...]]:
+        if flat:
             return {layout: homes[name] for layout, homes in self.flat.items() if name in homes}
-        name = reading.name + leaf
         return {layout: (homes[name],) for layout, homes in self.dotted.items() if name in homes}
 
     def unfit(self, reading: Reading, leaf: str) -> str | None:
@@ -121,6 +128,12 @@ def _beside(component: Component, family: Family | None) -> Homes:
     tensors = component.tensors().items() if family and family.beside and component.prefix else ()
     known = family.beside if family else frozenset[str]()
     return {n: Home((Place(n),), t.shape) for n, t in tensors if split_leaf(n)[0] in known}
+
+
+def _of_norm(name: str) -> str | None:
+    """What else a norm's weight is called: scale by its author and older versions of ComfyUI."""
+    stem, dot, leaf = name.rpartition(".")
+    return f"{stem}.{NORM_LEAVES[leaf]}" if dot and "norm" in stem and leaf in NORM_LEAVES else None
 
 
 def _by_other_names(own: Homes) -> Homes:

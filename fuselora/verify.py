@@ -173,13 +173,9 @@ def _base_key(marker: Marker, base: Checkpoint, component: Component) -> Callabl
     family = base.family
     if marker.layout is None or family is None:
         return str
-
-    def base_key(name: str) -> str:
-        native = family.translate(name, "diffusers", "native")
-        left = native == name != family.translate(name, "native", "diffusers")
-        return f"not converted: {name}" if left else component.prefix + native
-
-    return base_key
+    start = len(component.prefix)
+    keys = {family.translate(key[start:], "native", "diffusers"): key for key in component.tensors()}
+    return lambda name: keys.get(name, f"not converted: {name}")
 
 
 def _rest(marker: Marker, base: Checkpoint, skeleton: str | Path | None) -> Path | None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from fuselora.errors import Fault, Notice
 from fuselora.kinds import BadParts
-from fuselora.kinds.kind import MAGNITUDES
 
 if TYPE_CHECKING:
     from fuselora.checkpoint import Component
@@ -16,11 +15,12 @@ if TYPE_CHECKING:
     from fuselora.match import Hit, Matching
 
 Shape = tuple[int, ...]
+PLAIN = frozenset({"up", "down"})
 
 
 def widened(hit: Hit, component: Component, family: Family | None, layout: Layout | None) -> Hit:
     """The hit, with the shape that its tensor grows to where the family lets it have more columns."""
-    plain = hit.kind.name == "pair" and MAGNITUDES.isdisjoint(hit.parts)  # what published LoRAs widen by
+    plain = hit.kind.name == "pair" and hit.parts.keys() == PLAIN  # what published LoRAs widen by
     if family is None or hit.rows or not plain:
         return hit
     name = family.canonical_name(hit.base_key[len(component.prefix) :], layout)

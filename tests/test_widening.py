@@ -125,6 +125,37 @@ def test_nothing_else_grows(tmp_path: Path, key: str, columns: int, says: str) -
         fuselora.merge(base, [lora], out=tmp_path / "out")
 
 
+def others(columns: int) -> Mapping[str, dict[str, torch.Tensor]]:
+    """Deltas of other kinds that are wider than the weight."""
+    up, down, whole = small.noise(4, 2), small.noise(2, columns), small.noise(4, columns)
+    pair = {"lora_up.weight": up, "lora_down.weight": down}
+    return {
+        "diff": {"diff": whole},
+        "set_weight": {"set_weight": whole},
+        "replacement": {"weight": whole},
+        "loha": {"hada_w1_a": up, "hada_w1_b": down, "hada_w2_a": up, "hada_w2_b": down},
+        "lokr": {"lokr_w1": small.noise(2, 2), "lokr_w2": small.noise(2, columns // 2)},
+        "dora of rows": {**pair, "dora_scale": small.noise(4, 1)},
+        "dora of columns": {**pair, "dora_scale": small.noise(1, columns)},
+        "lora_mid": {**pair, "lora_mid.weight": small.noise(2, 2)},
+    }
+
+
+@pytest.mark.parametrize("kind", others(6))
+@pytest.mark.parametrize("beside_a_pair", [False, True])
+def test_only_plain_pairs_widen(tmp_path: Path, kind: str, beside_a_pair: bool) -> None:
+    base, lora, wide = tmp_path / "base", tmp_path / "lora.safetensors", tmp_path / "wide.safetensors"
+    base_of(base)
+    beside = small.pair("blocks.0.to_q", small.noise(4, 2), small.noise(2, 4))
+    small.write(lora, {f"x_embed.{part}": t for part, t in others(6)[kind].items()} | beside)
+    widening(wide)
+    with pytest.raises(Refused, match=r"x_embed") as caught:
+        fuselora.merge(base, [lora, wide] if beside_a_pair else [lora], out=tmp_path / "out")
+    assert {fault.path for fault in caught.value.faults} == {"lora.safetensors"}
+    assert {fault.kind for fault in caught.value.faults} == {"shape"}
+    assert not (tmp_path / "out").exists()
+
+
 def test_two_widths_are_refused(tmp_path: Path) -> None:
     base, six, nine = tmp_path / "base", tmp_path / "six.safetensors", tmp_path / "nine.safetensors"
     base_of(base)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from fuselora.families.family import Family
 from fuselora.families.flux1 import BLOCK_ROWS, MEASURES, OWN_ROWS, embedder
 from fuselora.families.kin import Branch, Kin, SkipRule
-from fuselora.families.renames import Renames, Row, Rows, canonical_names
+from fuselora.families.renames import Renames, Row, Rows, canonical_names, norm
 
 APPROXIMATOR = "distilled_guidance_layer"
 ROWS: Rows = (
     *BLOCK_ROWS,
     *embedder(f"{APPROXIMATOR}.layers.{{n}}", f"{APPROXIMATOR}.layers.{{n}}"),
-    (f"{APPROXIMATOR}.norms.{{n}}.scale", f"{APPROXIMATOR}.norms.{{n}}.weight"),
+    *norm(f"{APPROXIMATOR}.norms.{{n}}", f"{APPROXIMATOR}.norms.{{n}}"),
 )
 SAME = frozenset({f"{APPROXIMATOR}.in_proj", f"{APPROXIMATOR}.out_proj"})
 # What is published for Chroma of FLUX.1's LoRAs has these keys taken out (croquelois/forgeChroma issue 4), so

@@ -10,7 +10,7 @@ from __future__ import annotations
 from fuselora.families.family import Family, Widening
 from fuselora.families.few_step import FewStep
 from fuselora.families.kin import Branch, Kin, Measure, SkipRule
-from fuselora.families.renames import Renames, Rows, canonical_names, split, square_then_rest, swap
+from fuselora.families.renames import Renames, Rows, canonical_names, norm, split, square_then_rest, swap
 
 DOUBLE, SINGLE = "transformer_blocks.{n}", "single_transformer_blocks.{n}"
 THEIR_DOUBLE, THEIR_SINGLE = "double_blocks.{n}", "single_blocks.{n}"
@@ -30,12 +30,12 @@ SHARED_ROWS: Rows = (
     split(f"{THEIR_DOUBLE}.txt_attn.qkv", *ADDED_QKV),
     (f"{THEIR_DOUBLE}.img_attn.proj", f"{DOUBLE}.attn.to_out.0"),
     (f"{THEIR_DOUBLE}.txt_attn.proj", f"{DOUBLE}.attn.to_add_out"),
-    (f"{THEIR_DOUBLE}.img_attn.norm.query_norm.scale", f"{DOUBLE}.attn.norm_q.weight"),
-    (f"{THEIR_DOUBLE}.img_attn.norm.key_norm.scale", f"{DOUBLE}.attn.norm_k.weight"),
-    (f"{THEIR_DOUBLE}.txt_attn.norm.query_norm.scale", f"{DOUBLE}.attn.norm_added_q.weight"),
-    (f"{THEIR_DOUBLE}.txt_attn.norm.key_norm.scale", f"{DOUBLE}.attn.norm_added_k.weight"),
-    (f"{THEIR_SINGLE}.norm.query_norm.scale", f"{SINGLE}.attn.norm_q.weight"),
-    (f"{THEIR_SINGLE}.norm.key_norm.scale", f"{SINGLE}.attn.norm_k.weight"),
+    *norm(f"{THEIR_DOUBLE}.img_attn.norm.query_norm", f"{DOUBLE}.attn.norm_q"),
+    *norm(f"{THEIR_DOUBLE}.img_attn.norm.key_norm", f"{DOUBLE}.attn.norm_k"),
+    *norm(f"{THEIR_DOUBLE}.txt_attn.norm.query_norm", f"{DOUBLE}.attn.norm_added_q"),
+    *norm(f"{THEIR_DOUBLE}.txt_attn.norm.key_norm", f"{DOUBLE}.attn.norm_added_k"),
+    *norm(f"{THEIR_SINGLE}.norm.query_norm", f"{SINGLE}.attn.norm_q"),
+    *norm(f"{THEIR_SINGLE}.norm.key_norm", f"{SINGLE}.attn.norm_k"),
     ("img_in", "x_embedder"),
     ("txt_in", "context_embedder"),
     ("final_layer.linear", "proj_out"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from fuselora.families.family import Family
 from fuselora.families.few_step import FewStep
 from fuselora.families.kin import Kin, Measure
-from fuselora.families.renames import Renames, Row, Rows, canonical_names, split, square_then_rest, swap
+from fuselora.families.renames import Renames, Row, Rows, canonical_names, norm, split, square_then_rest, swap
 
 DOUBLE, SINGLE = "transformer_blocks.{n}", "single_transformer_blocks.{n}"
 REFINER = "context_embedder.token_refiner.refiner_blocks.{n}"
@@ -96,25 +96,26 @@ COMFY = (
 )
 COMFY_NORMS = tuple(
     (before.format(short), after.format(long))
-    for before, after in (("_attn_{}_norm", "_attn.norm.{}_norm.scale"), (".{}_norm", ".norm.{}_norm.scale"))
+    for before, after in (("_attn_{}_norm", "_attn.norm.{}_norm"), (".{}_norm", ".norm.{}_norm"))
     for short, long in (("q", "query"), ("k", "key"))
 )
 
 
 def in_comfy(rows: Rows) -> Rows:
     """The same rows from ComfyUI's names."""
-    return tuple(_in_comfy(row if isinstance(row, Row) else Row(row[0], (row[1],))) for row in rows)
+    whole = (row if isinstance(row, Row) else Row(row[0], (row[1],)) for row in rows)
+    return tuple(found for row in whole for found in _in_comfy(row))
 
 
-def _in_comfy(row: Row) -> Row:
+def _in_comfy(row: Row) -> Rows:
     for before, after in COMFY_NORMS:
         if row.theirs.endswith(before):
             (ours,) = row.ours
-            return Row(row.theirs.removesuffix(before) + after, (f"{ours}.weight",))
+            return norm(row.theirs.removesuffix(before) + after, ours)
     theirs = row.theirs
     for before, after in COMFY:
         theirs = theirs.replace(before, after)
-    return Row(theirs, row.ours, row.order, row.sizes)
+    return (Row(theirs, row.ours, row.order, row.sizes),)
 
 
 def _kin(*models: str, channels: int = 16, guidance: bool = True) -> Kin:

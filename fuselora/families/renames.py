@@ -72,6 +72,11 @@ def heads(theirs: str, *ours: str, head: int) -> Row:
 Rows = tuple[Row | tuple[str, str], ...]
 
 
+def norm(theirs: str, ours: str) -> tuple[tuple[str, str], tuple[str, str]]:
+    """A norm whose weight is a ``scale`` there; files that newer versions of ComfyUI saved say weight."""
+    return (f"{theirs}.scale", f"{ours}.weight"), (f"{theirs}.weight", f"{ours}.weight")
+
+
 def canonical_names(rows: Rows) -> frozenset[str]:
     """The canonical modules and parameters that some rows lead to."""
     ours = (name for row in rows for name in (row.ours if isinstance(row, Row) else row[1:]))

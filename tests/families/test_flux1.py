@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from fuselora.errors import Refused
 from fuselora.families.flux1 import FLUX1
 from fuselora.pipeline import merge
+from fuselora.verify import verify
 from tests import listings, small
 from tests.families.flux_bases import (
+    CHANNELS,
     DIM,
     FLUX1_BASE,
     LAYOUTS,
@@ -197,6 +200,71 @@ def test_norms_are_replaced_and_biases_added(tmp_path: Path, layout: Layout) -> 
     wanted[f"{bias}.bias"] += lora[f"{bias}.lora_B.bias"].double()
     assert torch.equal(found[norm], lora[norm])
     assert largest_difference(found, wanted) < 2e-6
+
+
+NORM, OURS = "double_blocks.0.img_attn.norm.query_norm", "transformer_blocks.0.attn.norm_q"
+NORM_DIFFS = (
+    f"diffusion_model.{NORM}.diff", f"{NORM}.scale.diff", f"{NORM}.weight.diff", f"transformer.{OURS}.diff",
+    f"{OURS}.w_norm", f"lora_unet_{NORM.replace('.', '_')}.w_norm",
+    f"lora_unet_{NORM.replace('.', '_')}.diff",
+)  # fmt: skip
+NEW_NORMS = (
+    f"{NORM}.scale", f"diffusion_model.{NORM}.weight", f"diffusion_model.{NORM}.set_weight",
+    f"{NORM}.scale.set_weight", f"transformer.{OURS}.weight", f"{OURS}.set_weight",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("spelling", ["scale", "weight", "diffusers"])
+@pytest.mark.parametrize("key", [*NORM_DIFFS, *NEW_NORMS])
+def test_a_norm_by_any_name_in_any_base(tmp_path: Path, spelling: str, key: str) -> None:
+    """Black Forest Labs call it a scale, and so does ComfyUI, of which newer versions say weight."""
+    layout = "diffusers" if spelling == "diffusers" else "native"
+    path = FLUX1_BASE.write(tmp_path, layout)
+    if spelling == "weight":
+        named = {name.replace("_norm.scale", "_norm.weight"): t for name, t in load_file(path).items()}
+        save_file(named, path)
+    given, pair = small.noise(16, seed=1), small.pair("img_in", small.noise(DIM, 2), small.noise(2, CHANNELS))
+    save_file({key: given, **pair}, tmp_path / "lora.safetensors")
+    report = merge(path, [f"{tmp_path / 'lora.safetensors'}:0.5"], tmp_path / "out")
+    (hit,) = (hit for matching in report.plan.matchings for hit in matching.hits if hit.rank is None)
+    file = next((tmp_path / "out").rglob("*.safetensors"))
+    old = FLUX1_BASE.tensors()[f"{OURS}.weight"].double()
+    wanted = old + 0.5 * (given.double() - old if key in NEW_NORMS else given.double())
+    wanted_key = f"{OURS}.weight" if layout == "diffusers" else f"{NORM}.{spelling}"
+    assert hit.base_key == wanted_key
+    assert torch.allclose(load_file(file)[wanted_key].double(), wanted, atol=1e-6)
+    assert verify(tmp_path / "out", base=path, loras=[tmp_path / "lora.safetensors"]).ok
+
+
+@in_each_layout
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_control_lora_with_strength_and_alpha_beside_another(
+    tmp_path: Path, layout: Layout, order: int
+) -> None:
+    """Black Forest Labs' control LoRAs give img_in as many channels again, for the control image."""
+    up, down, bias = small.noise(DIM, 4, seed=1), small.noise(4, 2 * CHANNELS, seed=2), small.noise(DIM)
+    control = {"img_in.lora_A.weight": down, "img_in.lora_B.weight": up, "img_in.lora_B.bias": bias,
+               "img_in.alpha": torch.tensor(1.0)}  # fmt: skip
+    plain_up, plain_down = small.noise(DIM, 2, seed=3), small.noise(2, CHANNELS, seed=4)
+    plain = {f"transformer.x_embedder.{part}.weight": t for part, t in
+             (("lora_A", plain_down), ("lora_B", plain_up))}  # fmt: skip
+    loras = [f"{tmp_path / 'control.safetensors'}:0.75", f"{tmp_path / 'plain.safetensors'}:-0.5"][::order]
+    save_file(control, tmp_path / "control.safetensors")
+    save_file(plain, tmp_path / "plain.safetensors")
+    path = FLUX1_BASE.write(tmp_path, layout)
+    found = FLUX1_BASE.read_native(merge(path, loras, tmp_path / "out").out, layout)
+    wanted = {k: t.double() for k, t in FLUX1_BASE.native(FLUX1_BASE.tensors()).items()}
+    old = wanted["img_in.weight"] - 0.5 * plain_up.double() @ plain_down.double()
+    zeros = torch.zeros(DIM, CHANNELS, dtype=torch.float64)
+    wanted["img_in.weight"] = torch.cat([old, zeros], 1) + 0.75 / 4 * up.double() @ down.double()
+    wanted["img_in.bias"] += 0.75 / 4 * bias.double()
+    assert largest_difference(found, wanted) < 2e-6
+    report = verify(tmp_path / "out", base=path, loras=[tmp_path / "plain.safetensors",
+                                                        tmp_path / "control.safetensors"])  # fmt: skip
+    assert report.ok, report.findings
+    if layout == "diffusers":
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert (config["in_channels"], config["out_channels"]) == (2 * CHANNELS, CHANNELS)
 
 
 def test_the_last_layers_alpha_counts_which_diffusers_drops(tmp_path: Path) -> None:
