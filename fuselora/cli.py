@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from fuselora import __version__
 from fuselora.errors import FuseloraError, UsageError
+from fuselora.escape import one_line
 from fuselora.interrupts import INTERRUPTED, Interrupts
 from fuselora.resources import enough
 from fuselora.specs import (
@@ -41,18 +42,30 @@ SHORT_TABLE = "\b\nShort names for --base:\n" + "\n".join(f"  {k:20} {v}" for k,
 USAGE_ERROR = cast("type[ClickUsageError]", typer.BadParameter.__mro__[1])
 
 
+@contextmanager
+def _harmless() -> Iterator[None]:
+    """What was typed, or named by a shell's pattern, is shown without its control characters."""
+    try:
+        yield
+    except USAGE_ERROR as error:
+        error.message = one_line(error.message)
+        raise
+
+
 class Commands(TyperGroup):
     """With ``--json`` what cannot be read of a command line is a JSON document on stdout too."""
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         """Note whether JSON was asked for, whatever else the arguments say."""
         ctx.meta["json"] = "--json" in args
-        return super().parse_args(ctx, args)
+        with _harmless():
+            return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Context) -> object:
         """Run the command. Raises ``typer.Exit`` with 2 for one that cannot be read."""
         try:
-            return super().invoke(ctx)
+            with _harmless():
+                return super().invoke(ctx)
         except USAGE_ERROR as error:
             if not ctx.meta["json"]:
                 raise

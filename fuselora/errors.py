@@ -6,7 +6,7 @@ Standard library only. Nothing here prints; the command line decides how an erro
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -15,17 +15,24 @@ class FuseloraError(Exception):
     """Base of all expected failures.
 
     ``message`` says what is wrong and names the file and tensor; ``hint`` says what to do about it;
-    ``facts`` holds the same as data (``path``, ``tensor``, sizes in bytes ...) for ``--json``.
+    ``facts`` holds the same as data (``path``, ``tensor``, sizes in bytes ...) for ``--json``. A message
+    may be given as several lines; any other line end in it comes from a name.
     """
 
     exit_code: ClassVar[int] = 1
     code: ClassVar[str] = "error"
 
-    def __init__(self, message: str, *, hint: str | None = None, **facts: object) -> None:
-        super().__init__(message)
-        self.message = message
+    def __init__(self, message: str | Sequence[str], *, hint: str | None = None, **facts: object) -> None:
+        self._lines = () if isinstance(message, str) else tuple(message)
+        self.message = message if isinstance(message, str) else "\n".join(message)
+        super().__init__(self.message)
         self.hint = hint
         self.facts: Mapping[str, object] = facts
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The message, each line for itself."""
+        return self._lines or (self.message,)
 
     def document(self) -> dict[str, object]:
         """The error as JSON data, ``{"error": ...}``."""
@@ -162,19 +169,19 @@ SHOWN = 12
 SENTENCES = re.compile(r"(?<=[.:]) (?=[A-Z])")  # in hints, which are made of whole ones
 
 
-def _grouped(faults: tuple[Fault, ...]) -> str:
+def _grouped(faults: tuple[Fault, ...]) -> list[str]:
     """All faults, those of one kind and file under one another, in the order found."""
     groups: dict[tuple[str, str | None], list[Fault]] = {}
     for fault in faults:
         groups.setdefault((fault.kind, fault.path), []).append(fault)
-    return "\n".join(_group_text(path, members) for (_, path), members in groups.items())
+    return [line for (_, path), members in groups.items() for line in _group_lines(path, members)]
 
 
-def _group_text(path: str | None, members: list[Fault]) -> str:
+def _group_lines(path: str | None, members: list[Fault]) -> list[str]:
     where = f"{path}: " if path else ""
-    shown = [fault.message.replace("\n", "\\n") for fault in members[:SHOWN]]
+    shown = [fault.message for fault in members[:SHOWN]]
     if len(members) > len(shown):
         shown.append(f"... and {len(members) - len(shown)} more of this kind")
     if len(shown) == 1:
-        return where + shown[0]
-    return where + f"{len(members)} faults:" + "".join(f"\n  - {text}" for text in shown)
+        return [where + shown[0]]
+    return [f"{where}{len(members)} faults:", *(f"  - {text}" for text in shown)]

@@ -188,6 +188,8 @@ class _Run:
             return at == 0
         if kind in ("$", r"\Z"):
             return at == last or (kind == "$" and at == last - 1 and self.text.endswith("\n"))
+        if not self.text:
+            return False  # what Python says of either, up to 3.13
         around = [bool(re.match(r"\w", char)) for char in (self.text[at - 1 : at], self.text[at : at + 1])]
         return (around[0] != around[1]) is (kind == r"\b")
 

@@ -24,7 +24,7 @@ from rich.text import Text
 from fuselora.check.layout import layout_note
 from fuselora.description import SOURCES, Undescribed
 from fuselora.errors import FuseloraError, Notice, OutputError
-from fuselora.escape import json_text, one_line, shown
+from fuselora.escape import json_text, one_line
 from fuselora.header import dtype_name
 from fuselora.memory import peak_memory
 from fuselora.plural import many, tally
@@ -194,9 +194,9 @@ class Reporter:
         self._refusal(error)
 
     def _refusal(self, error: FuseloraError) -> None:
-        self._err.print(Text.assemble(("error: ", "bold red"), shown(error.message)))
+        self._err.print(Text.assemble(("error: ", "bold red"), "\n".join(map(one_line, error.lines))))
         if error.hint:
-            self._err.print(Text.assemble(("hint: ", "bold"), shown(error.hint)))
+            self._err.print(Text.assemble(("hint: ", "bold"), one_line(error.hint)))
 
     def finish(self) -> None:
         """Raises ``OutputError`` when the result could not be told; the work itself is done."""
@@ -234,7 +234,7 @@ class Reporter:
             role = "" if component.role == "single" else f" ({component.role})"
             before, after = base_dtype(plan, component), dtype_name(component.dtype)
             table.add_row(
-                Text(shown(component.name + role)),
+                Text(one_line(component.name + role)),
                 after if before == after else f"{before} -> {after}",
                 str(component.n_tensors),
                 str(component.n_fused),

@@ -107,6 +107,6 @@ def _fault(path: str, place: Path, bounds: _Bounds) -> str | None:
 def _refuse(root: Path, faults: list[str]) -> NoReturn:
     more = [f"... and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
     lines = [*faults[:SHOWN], *more]
-    text = f" {lines[0]}" if len(lines) == 1 else "".join(f"\n  - {line}" for line in lines)
     hint = "Put the real file there, or leave the rest of the base out with --assets skip."
-    raise CheckpointError(f"{root}:{text}", hint=hint, path=str(root), faults=faults)
+    text = [f"{root}: {lines[0]}"] if len(lines) == 1 else [f"{root}:", *(f"  - {line}" for line in lines)]
+    raise CheckpointError(text, hint=hint, path=str(root), faults=faults)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from fuselora.check.folder import check
 from fuselora.errors import FuseloraError, InputError, UsageError
-from fuselora.escape import json_text, one_line, shown
+from fuselora.escape import json_text, one_line
 from fuselora.specs import HUB, LoraSpec, local_path, plain_loras
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if self.as_json:
             _write_json(UsageError(message, hint=HELP).document())
-        super().error(message)
+        super().error(one_line(message))
 
 
 def _parser(*, as_json: bool) -> argparse.ArgumentParser:
@@ -90,8 +90,9 @@ def _parser(*, as_json: bool) -> argparse.ArgumentParser:
 def _failed(error: FuseloraError, *, as_json: bool) -> int:
     if as_json:
         _write_json(error.document())
-    hint = [shown(f"hint: {error.hint}")] if error.hint else []
-    _write(sys.stderr, shown(f"error: {error.message}"), *hint)
+    first, *rest = map(one_line, error.lines)
+    hint = [one_line(f"hint: {error.hint}")] if error.hint else []
+    _write(sys.stderr, f"error: {first}", *rest, *hint)
     return error.exit_code
 
 
