@@ -96,9 +96,15 @@ class OutputError(FuseloraError):
 
 
 class ResourceError(FuseloraError):
-    """The machine gave no more memory or threads, or a library could not be loaded."""
+    """The machine gave no more memory or threads."""
 
     code = "resources"
+
+
+class InstallationError(FuseloraError):
+    """A library that fuselora needs is not installed, or cannot be loaded."""
+
+    code = "installation"
 
 
 class NumericError(FuseloraError):

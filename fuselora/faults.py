@@ -11,11 +11,13 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from fuselora.block_strengths import unused_blocks, with_blocks
+from fuselora.composed import composed_notices
 from fuselora.errors import Fault, Notice
 from fuselora.kinds.kind import has_kernel
 from fuselora.kinds.lokr import misread_by_peft
 from fuselora.lora.adapter import NUMBERS
-from fuselora.lora.config import SAME_ALPHA, AdapterConfig, config_of_metadata
+from fuselora.lora.config import PEFT_ALPHA, SAME_ALPHA, AdapterConfig, config_of_metadata
+from fuselora.lora.config_faults import REPAIR
 from fuselora.lora.grammar import spellings
 from fuselora.lora.sampling import sampling_of
 from fuselora.lora.scale import BadAlpha, resolve_alpha
@@ -73,8 +75,11 @@ def check(checkpoint: Checkpoint, matchings: Sequence[Matching], request: Reques
         faults += _peft_faults(settled)
         notices += [*matching.notices, *_metadata_notices(settled), *_skip_notices(settled)]
         notices += [*_full_factor_notices(settled), *_replacement_notices(settled)]
-        notices += [*_no_effect_notices(settled), *_published_alphas(settled, checkpoint.family)]
+        notices += [*_default_alpha_notices(settled), *_no_effect_notices(settled)]
+        notices += _published_alphas(settled, checkpoint.family)
+        faults += _expert_rank_faults(settled)
     faults += widening_faults(checked)
+    notices += composed_notices(checked)
     notices += widening_notices(checked)
     faults += [*_unused_alphas(checked, request.alphas), *unused_blocks(matchings, request.blocks)]
     return Checked(tuple(checked), tuple(faults), tuple(notices))
@@ -213,6 +218,32 @@ def _stated_rank(hit: Hit, config: AdapterConfig | None) -> int | None:
     if hit.module.alpha_scale is not None:
         return 1
     return config.rank_of(plain_name(hit.module.name)) if config else None
+
+
+def _expert_rank_faults(matching: Matching) -> Iterator[Fault]:
+    """Ranks that only the base's number of experts tells, against the configuration.
+
+    What shows its rank without the base is compared where the adapter is read.
+    """
+    adapter, component = matching.assignment.adapter, matching.assignment.component.name
+    config = adapter.config or _quiet_config(adapter.metadata, component)
+    where = adapter.location.config.name if adapter.location.config else "lora_adapter_metadata"
+    for hit in matching.hits if config else ():
+        name, rank = plain_name(hit.module.name), hit.own_rank
+        said = config.rank_of(name) if config and hit.of_parameter else None
+        if rank and said and rank != said:
+            text = f"{where}: says rank {said} for {name}, and its factors have {rank}"
+            yield Fault("config", text, path=adapter.name, key=name, hint=REPAIR)
+
+
+def _default_alpha_notices(matching: Matching) -> Iterator[Notice]:
+    """A configuration that leaves alpha out means PEFT's, as PEFT loads it."""
+    adapter = matching.assignment.adapter
+    config = adapter.config or _quiet_config(adapter.metadata, matching.assignment.component.name)
+    used = [hit for hit in matching.hits if hit.alpha and hit.alpha.source in ("adapter_config", "metadata")]
+    if config and config.by_default and used:
+        text = f"{adapter.name}: its configuration gives no alpha, so PEFT's default counts: {PEFT_ALPHA:g}"
+        yield Notice("default_alpha", text, {"lora": adapter.name, "alpha": PEFT_ALPHA})
 
 
 def _full_factor_notices(matching: Matching) -> Iterator[Notice]:

@@ -70,6 +70,11 @@ class Hit:
         return self.own_rank or stated
 
     @property
+    def of_parameter(self) -> bool:
+        """Whether a configuration targets the parameter itself, whose key names its owner alone."""
+        return self.module.settings.of_parameter
+
+    @property
     def own_rank(self) -> int | None:
         """The rank that its factors show, of each expert where they are those of several."""
         rank = self.kind.rank(self.module.shapes)
@@ -417,7 +422,7 @@ def _double_faults(assignment: Assignment, hits: Sequence[Hit], family: Family |
     for hit in hits:
         sorts = ["scaled" if hit.kind.scaled else "plain", *["moves"] * hit.kind.moves_with(hit.parts)]
         others = [seen.setdefault((hit.base_key, sort), []) for sort in sorts]
-        met = (other for group in others for other in group if _overlap(other.rows, hit.rows))
+        met = (other for group in others for other in group if overlap(other.rows, hit.rows))
         if first := next(met, None):
             one, two = first.tensors[0].name, hit.tensors[0].name
             text = f"{hit.base_key} is meant twice, by {one} and by {two}"
@@ -437,7 +442,7 @@ def _repeats_hint(modules: Sequence[Module], family: Family | None) -> str:
     return f"Leave the keys of *{found[0]} out of the file, as diffusers does: they repeat the others."
 
 
-def _overlap(one: Runs, two: Runs) -> bool:
+def overlap(one: Runs, two: Runs) -> bool:
     """Whether two hits share rows of the base; without runs a hit has them all."""
     if not one or not two:
         return True

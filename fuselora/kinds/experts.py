@@ -45,7 +45,7 @@ def of_parameter(settings: Settings, shapes: Shapes, base: Shape) -> Settings:
     """What the parameter's shape settles."""
     n_experts = base[0] if len(base) == 3 else 0
     swapped = n_experts > 0 and layouts(shapes, base) == ("in, out",)
-    return replace(settings, parameters=(), experts=n_experts, transposed=swapped)
+    return replace(settings, parameters=(), of_parameter=True, experts=n_experts, transposed=swapped)
 
 
 def experts_shape(shapes: Shapes, base: Shape) -> Shape:

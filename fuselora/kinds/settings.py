@@ -33,9 +33,9 @@ class Settings:
 
     ``alpha``: the stored one, which OFT takes as its constraint. ``on_input``: LyCORIS' IA3 scales inputs.
     ``feedforward``: PEFT's IA3 scales inputs. ``transposed``: the weight is (in, out). ``parameters``: what
-    the configuration may call the module's parameter, where it targets parameters. ``experts``: how many of
-    them the tensor that was found holds, 0 where it is no such tensor. ``rotation``: of PEFT's OFT;
-    ``unread`` says why it is None.
+    the configuration may call the module's parameter, where it targets parameters; ``of_parameter``: one was
+    found. ``experts``: how many of them the tensor that was found holds, 0 where it is no such tensor.
+    ``rotation``: of PEFT's OFT; ``unread`` says why it is None.
     """
 
     alpha: float | None = None
@@ -43,6 +43,7 @@ class Settings:
     feedforward: bool | None = None
     transposed: bool = False
     parameters: tuple[str, ...] = ()
+    of_parameter: bool = False
     experts: int = 0
     rotation: Rotation | None = None
     unread: str = "its adapter_config.json, which says how its numbers make rotations, is not there"

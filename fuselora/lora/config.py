@@ -21,6 +21,10 @@ METADATA_KEYS = ("transformer.lora_alpha", "lora_alpha", "alpha", "ss_network_al
 LYCORIS_TYPES = ("LOHA", "LOKR")
 # those whose r is the rank of the factors
 RANKED_TYPES = ("LORA", *LYCORIS_TYPES)
+# the alpha of those three where their configuration does not say it (peft 0.21)
+PEFT_ALPHA = 8.0
+# what shows that a header holds a ``LoraConfig``
+CONFIG_KEYS = ("lora_alpha", "r")
 CONFIG_PREFIXES = ("transformer.", "transformer_2.", "unet.", *(f"{name}." for name in TEXT_ENCODERS), "")
 # an alpha kept in bf16 is no further off
 SAME_ALPHA = 2.0**-7
@@ -33,7 +37,8 @@ class AdapterConfig:
     """The rules of scale that a configuration or a file's metadata gives.
 
     ``conv_alpha`` is for convolutions with a kernel, where they have one of their own. ``stated_rank`` and
-    ``rank_pattern`` count where the factors have none: PEFT's LoKr with both full.
+    ``rank_pattern`` count where the factors have none: PEFT's LoKr with both full. ``by_default``:
+    ``lora_alpha`` is not said but PEFT's own.
     """
 
     lora_alpha: float
@@ -42,6 +47,7 @@ class AdapterConfig:
     stated_rank: int | None = None
     rank_pattern: Mapping[str, float] = field(default_factory=dict)
     conv_alpha: float | None = None
+    by_default: bool = False
 
     def alpha_of(self, module: str, *, conv: bool = False) -> float:
         general = self.lora_alpha if self.conv_alpha is None or not conv else self.conv_alpha
@@ -58,19 +64,23 @@ class AdapterConfig:
 
 
 def config_of(document: Document) -> AdapterConfig | None:
-    """The scale rules of an ``adapter_config.json``; None when it gives no alpha. Raises ``BadAlpha``."""
+    """The scale rules of an ``adapter_config.json``; None for a method that has no alpha.
+
+    One that is not said is PEFT's default; ``null`` is no number to PEFT either. Raises ``BadAlpha``.
+    """
     kind = peft_type(document)
-    alpha = document.get("alpha" if kind in LYCORIS_TYPES else "lora_alpha")
-    if alpha is None:
+    if kind not in RANKED_TYPES:
         return None
+    key = "alpha" if kind in LYCORIS_TYPES else "lora_alpha"
     # PEFT divides by r whatever a LoKr's factors are, so that one has to say it
-    ranked = kind == "LOKR" or (kind in RANKED_TYPES and document.get("r") is not None)
+    ranked = kind == "LOKR" or document.get("r") is not None
     return AdapterConfig(
-        lora_alpha=finite(alpha),  # type: ignore[arg-type]
+        lora_alpha=finite(document.get(key, PEFT_ALPHA)),  # type: ignore[arg-type]
         use_rslora=document.get("use_rslora") is True,
         alpha_pattern=_pattern(document, "alpha_pattern"),
         stated_rank=_rank(document.get("r")) if ranked else None,
         rank_pattern={k: _rank(v) for k, v in _pattern(document, "rank_pattern").items()} if ranked else {},
+        by_default=key not in document,
     )
 
 
@@ -94,7 +104,7 @@ def peft_configs(metadata: Mapping[str, str]) -> Mapping[str, Document]:
     return {
         prefix.removesuffix("."): {k[len(prefix) :]: v for k, v in document.items() if k.startswith(prefix)}
         for prefix in CONFIG_PREFIXES
-        if prefix + "lora_alpha" in document
+        if any(prefix + key in document for key in CONFIG_KEYS)
     }
 
 
