@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from fuselora.errors import FormatError
-from fuselora.reading import is_regular
+from fuselora.reading import is_regular, start_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,11 +21,10 @@ def read_json(path: Path) -> dict[str, object]:
     try:
         if not is_regular(path):
             raise FormatError(f"{path}: is not a regular file", path=str(path))
-        with path.open("rb") as stream:
-            raw = stream.read(MAX_BYTES + 1)
+        raw = start_of(path, MAX_BYTES)
         if len(raw) > MAX_BYTES or is_crowded(raw):
             raise FormatError(f"{path}: is too long for a JSON side file", path=str(path))
-        document = json.loads(raw.decode("utf-8-sig"))
+        document = json.loads(raw)
     except (OSError, ValueError, RecursionError) as error:
         raise FormatError(f"{path}: cannot be read as JSON: {error}", path=str(path)) from error
     if not isinstance(document, dict):

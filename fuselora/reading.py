@@ -41,6 +41,13 @@ def is_regular(path: Path) -> bool:
     return stat.S_ISREG(path.stat().st_mode)
 
 
+def start_of(path: Path, n_bytes: int) -> bytes:
+    """A small file whole; of one that is over-long one byte more than ``n_bytes``. Raises ``OSError``."""
+    with path.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        return stream.read(min(size, n_bytes) + 1)  # as much is set aside before it is read
+
+
 def state(found: os.stat_result) -> tuple[int, int, int]:
     """What changes when a file is edited or replaced: size, mtime_ns and inode."""
     return found.st_size, found.st_mtime_ns, found.st_ino

@@ -249,7 +249,7 @@ def test_a_native_base_has_the_boundary_of_the_published_model(tmp_path: Path) -
     base, matchings = native_pair(tmp_path)
     assert {*serving_notes(open_base(base), matchings).settings} == {"num_inference_steps"}
     kin = Kin((), ("Wan2.2-I2V-A14B",), 1, {"patch_embedding.weight": (SIZE.dim, 16, -1, -1, -1)})
-    checkpoint = replace(open_base(base), family=replace(WAN, kin=(kin,)))
+    checkpoint = replace(open_base(base), family=replace(WAN, kin=(kin,)), models=kin.named(2))
     stated = serving_notes(checkpoint, matchings).settings["boundary_ratio"]
     assert (stated.value, stated.source, stated.origin) == (0.9, "family", "published for Wan2.2-I2V-A14B")
 

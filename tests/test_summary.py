@@ -57,6 +57,7 @@ def test_a_plan(planned: FusePlan) -> None:
         "layout": "diffusers",
         "family": "wan",
         "models": [],
+        "layout_told_by": None,
     }
     assert (document["fingerprint"], document["pending"]) == (None, list(PENDING))
     assert document["bytes_in"] == planned.bytes_in > document["bytes_out"] == planned.bytes_out
@@ -152,7 +153,7 @@ def test_an_unknown_family_has_no_models(tmp_path: Path) -> None:
     document = plan_document(plan(base, [lora]))
     assert document["base"] == {
         "source": "b.safetensors", "revision": None, "container": "file", "layout": None, "family": None,
-        "models": [],
+        "models": [], "layout_told_by": None,
     }  # fmt: skip
 
 

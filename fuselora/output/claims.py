@@ -15,6 +15,7 @@ from fuselora.errors import InputError
 from fuselora.jsonfile import is_crowded, object_in
 from fuselora.marker import FILE_NAME as MARKER_NAME
 from fuselora.marker import JOURNAL_NAME, read_marker
+from fuselora.reading import start_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -53,8 +54,7 @@ def journal_lines(folder: Path) -> list[dict[str, object]]:
     path = folder / JOURNAL_NAME
     if not _is_plain_file(path):
         return []
-    with path.open("rb") as stream:
-        raw = stream.read(MAX_JOURNAL_BYTES + 1)
+    raw = start_of(path, MAX_JOURNAL_BYTES)
     if len(raw) > MAX_JOURNAL_BYTES or is_crowded(raw):
         return []
     lines: list[dict[str, object]] = []

@@ -382,7 +382,7 @@ def test_a_folder_that_may_not_be_looked_into(
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, refused.__name__, denied)
-    with pytest.raises(InputError, match="out: cannot be read: Permission denied"):
+    with pytest.raises(InputError, match=r"out(/fused.json)?: cannot be read: Permission denied"):
         check(out)
     assert exit_codes(out) == {1}
 

@@ -32,7 +32,7 @@ class Inputs:
 
     def arguments(self, out: Path | str, *, base: Path | str = "", lora: Path | str = "") -> list[str]:
         given = ["--base", base or self.base, "--lora", lora or self.lora, "--out", out]
-        return ["merge", *map(os.fspath, given)]
+        return ["merge", *(os.fspath(word) for word in given)]
 
     def copied(self, folder: Path, base: str, lora: str) -> None:
         """Both under other names."""
