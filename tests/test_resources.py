@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fuselora.errors import ReadError, ResourceError
+from fuselora.errors import InstallationError, ReadError, ResourceError
 from fuselora.output.disk import refusal
 from fuselora.pipeline import merge
 from fuselora.reading import reading
@@ -35,6 +35,29 @@ def test_a_shortage_is_one_error(error: Exception) -> None:
         raise error
     assert caught.value.hint
     assert str(error) in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("error", "says", "hint"),
+    [
+        (ModuleNotFoundError("No module named 'rich'", name="rich"), "rich is not installed", "pip install"),
+        (
+            ImportError("no name x", name="torch"),
+            "torch cannot be loaded",
+            "--force-reinstall torch",
+        ),
+        (OSError("libgomp.so.1: cannot open shared object file"), "a library cannot be loaded", "broken"),
+    ],
+)
+def test_a_library_that_is_absent_or_broken_is_no_shortage(error: Exception, says: str, hint: str) -> None:
+    with pytest.raises(InstallationError, match=says) as caught, enough():
+        raise error
+    assert hint in (caught.value.hint or "")
+
+
+def test_a_module_of_our_own_that_is_missing_is_a_bug() -> None:
+    with pytest.raises(ModuleNotFoundError), enough():
+        raise ModuleNotFoundError("No module named 'fuselora.x'", name="fuselora.x")
 
 
 def test_other_errors_stay_what_they_are() -> None:

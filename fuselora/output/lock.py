@@ -91,8 +91,7 @@ def _acquire(path: Path) -> int:
             if not _locked(descriptor, fcntl.LOCK_EX):
                 raise _busy(path)
             if _is_at(path, descriptor):
-                os.ftruncate(descriptor, 0)
-                os.write(descriptor, f"fuselora pid {os.getpid()} on {_host()}\n".encode())
+                _sign(path, descriptor)
                 return descriptor
         except BaseException:
             os.close(descriptor)
@@ -100,6 +99,16 @@ def _acquire(path: Path) -> int:
         # The former holder removed it between our open and our lock.
         os.close(descriptor)
     raise _busy(path)
+
+
+def _sign(path: Path, descriptor: int) -> None:
+    """Who holds it; where there is no room for that, nothing of it is left."""
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"fuselora pid {os.getpid()} on {_host()}\n".encode())
+    except OSError:
+        path.unlink()
+        raise
 
 
 def _locked(descriptor: int, kind: int) -> bool:

@@ -104,6 +104,20 @@ def test_patterns_of_rank_and_alpha(pattern: dict[str, int], use_rslora: bool, t
     trained(tmp_path, config).check()
 
 
+@pytest.mark.parametrize("kind", ["lora", "loha"])
+def test_an_alpha_that_the_configuration_leaves_out_is_pefts_own(kind: str, tmp_path: Path) -> None:
+    settings: Any = {"r": 4, "target_modules": TARGETS}
+    config: PeftConfig = LoraConfig(**settings) if kind == "lora" else LoHaConfig(**settings)
+    made = trained(tmp_path, config)
+    path = made.lora / "adapter_config.json"
+    document = json.loads(path.read_text())
+    del document["lora_alpha" if kind == "lora" else "alpha"]
+    path.write_text(json.dumps(document))
+    made.check()
+    warning = fuse(made.base, made.lora, out=tmp_path / "again").warning("default_alpha")
+    assert warning["alpha"] == 8
+
+
 def test_patterns_that_pefts_own_folder_has_in_another_order(tmp_path: Path) -> None:
     """PEFT writes them sorted and takes the first that fits, so it cannot load this folder again either."""
     patterns = {"to_q": 2, "layers.0.to_q": 3}

@@ -48,6 +48,16 @@ with open_stage(prepare(Path(sys.argv[1]), inputs=[], overwrite=False, restart=F
 """
 
 
+def test_a_lock_that_cannot_be_signed_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(os, "write", refused)
+    with pytest.raises(OutputError, match="File too large"), lock.held(tmp_path / "x.lock"):
+        pass
+    assert names(tmp_path) == []
+
+
 def test_a_live_holder_is_refused_and_a_dead_one_ignored(out: Path, base: Path) -> None:
     early = ready(out, base)
     command = [sys.executable, "-c", HOLDER, str(out)]
