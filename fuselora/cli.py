@@ -130,8 +130,12 @@ Lora = Annotated[
     Optional[list[str]],  # noqa: UP045 - typer reads this at run time on Python 3.10
     typer.Option(metavar="SPEC", help="[COMPONENT=]FILE[:STRENGTH]; HIGH,LOW for experts; repeat to stack."),
 ]
-High = Annotated[list[str], typer.Option(metavar="FILE", help="The same as --lora transformer=FILE.")]
-Low = Annotated[list[str], typer.Option(metavar="FILE", help="The same as --lora transformer_2=FILE.")]
+High = Annotated[
+    list[str], typer.Option(metavar="FILE[:STRENGTH]", help="The same as --lora transformer=FILE.")
+]
+Low = Annotated[
+    list[str], typer.Option(metavar="FILE[:STRENGTH]", help="The same as --lora transformer_2=FILE.")
+]
 Out = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option(parser=path, metavar="PATH", help="New or empty folder [./<base name>-fused]."),
@@ -152,7 +156,7 @@ BaseLayout = Annotated[
 ]
 LoraLayout = Annotated[
     list[str],
-    typer.Option(metavar="[FILE=]LAYOUT", help="The same of a LoRA: native, diffusers; repeatable."),
+    typer.Option(metavar="[FILE=]LAYOUT", help="The same of a LoRA; repeatable. Layouts: fuselora families."),
 ]
 Unmatched = Annotated[
     list[str], typer.Option(metavar="GLOB", help="LoRA modules that may stay unapplied; repeatable.")

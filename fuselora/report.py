@@ -170,6 +170,7 @@ class Reporter:
             return self._document({"families": [family.document() for family in families]})
         for family in families:
             rows = [("models", ", ".join(family.models)), ("layouts", ", ".join(family.layouts))]
+            rows += [("told apart", f"{layout}: {what}") for layout, what in family.to_tell.items()]
             if family.few_step:
                 rows.append(("few-step LoRAs", ", ".join(row.name for row in family.few_step)))
             self._table(family.family, rows)

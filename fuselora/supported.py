@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,12 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Supported:
-    """One family. ``to_tell`` are layouts that share their names with another."""
+    """One family. ``to_tell`` are layouts that share their names with another, and what tells them apart."""
 
     family: str
     models: tuple[str, ...]
     layouts: tuple[str, ...]
-    to_tell: tuple[str, ...]
+    to_tell: Mapping[str, str]
     few_step: tuple[FewStep, ...]
 
     def document(self) -> dict[str, object]:
@@ -26,7 +27,7 @@ class Supported:
             "family": self.family,
             "models": list(self.models),
             "layouts": list(self.layouts),
-            "layouts_to_tell": list(self.to_tell),
+            "layouts_to_tell": dict(self.to_tell),
             "few_step": [_few_step(row) for row in self.few_step],
         }
 
@@ -44,9 +45,9 @@ def _models(family: Family) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for kin in family.kin for name in (*kin.models, *kin.expert_of)))
 
 
-def _to_tell(family: Family) -> tuple[str, ...]:
+def _to_tell(family: Family) -> dict[str, str]:
     """The layouts that only a sign, or the user, tells from the first one."""
-    return tuple(sign.layout for sign in family.signs)
+    return {sign.layout: sign.says for sign in family.signs}
 
 
 def _few_step(row: FewStep) -> dict[str, object]:

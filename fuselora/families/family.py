@@ -40,10 +40,12 @@ class Sign:
     """What tells a layout whose names another layout has as well.
 
     ``base_has``: a pattern of tensors that only such a base has. ``lora_key``: searched for in a LoRA's keys.
-    ``lora_metadata``: a key of its metadata, and the value that says so.
+    ``lora_metadata``: a key of its metadata, and the value that says so. ``says``: which files have it, for
+    whoever has to choose.
     """
 
     layout: Layout
+    says: str
     base_has: str = ""
     lora_key: str = ""
     lora_metadata: tuple[str, str] | None = None

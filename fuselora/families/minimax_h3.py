@@ -60,7 +60,7 @@ QKV = tuple(name for row in STACKED for name in row.ours)
 REMARK = "for the audio the shift is 3; diffusers wants one more than the steps, for the end of the last"
 FEW_STEP = (
     FewStep(
-        name="LightX2V's MiniMax-H3 Turbo, 768p",
+        name="LightX2V's MiniMax-H3 Turbo (768p)",
         pattern=r"minimax_h3_\w+_turbo_\dstep_v1\.\d_768p",
         # the table and commands of its README: shifts 6 / 3, --lora-alpha 128; enable_cfg false in
         # configs/minimax_h3/dmd of ModelTC/LightX2V
@@ -71,7 +71,7 @@ FEW_STEP = (
         remark=REMARK,
     ),
     FewStep(
-        name="LightX2V's MiniMax-H3 Turbo, 544p",
+        name="LightX2V's MiniMax-H3 Turbo (544p)",
         pattern=r"minimax_h3_fl2v_(?:lightx2v_)?turbo_(?:4step_v0\.1|8step_v1\.0)(?!_768p)",
         # the same table: shifts 12 / 3; inference_minimax_h3.py has 8 as --lora-alpha where none is given
         source="ModelTC/Minimax-H3-Turbo",
@@ -115,6 +115,7 @@ MINIMAX_H3 = Family(
     signs=(
         Sign(
             "raw",
+            says="of MiniMax's own shards, q, k and v of each head in turn; native, of repacks, all q first",
             base_has="rope.inv_freq",
             lora_key=r"attn\.qkv_proj\.lora_[AB]\.default\.",
             lora_metadata=("qkv_layout", "grouped"),

@@ -376,8 +376,8 @@ TURBO_544, TURBO_768 = "minimax_h3_fl2v_turbo_4step_v0.1", "minimax_h3_fl2v_turb
 @pytest.mark.parametrize(
     ("name", "stored", "option", "says"),
     [
-        (TURBO_544, None, None, "8 is published for LightX2V's MiniMax-H3 Turbo, 544p"),
-        (TURBO_768, None, None, "128 is published for LightX2V's MiniMax-H3 Turbo, 768p"),
+        (TURBO_544, None, None, "8 is published for LightX2V's MiniMax-H3 Turbo (544p)"),
+        (TURBO_768, None, None, "128 is published for LightX2V's MiniMax-H3 Turbo (768p)"),
         (TURBO_544, None, 8.0, None),
         (TURBO_544, 1.0, None, None),
         ("style", None, None, None),

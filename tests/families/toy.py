@@ -40,7 +40,7 @@ TOY = Family(
     ),
     block="blocks.{n}.",
     kin=(Kin(("Toy",), (), 1, {"x_embed.weight": (4, 3)}),),
-    signs=(Sign("raw", base_has="rope.inv_freq", lora_key=r"\.default\."),),
+    signs=(Sign("raw", says="of shards", base_has="rope.inv_freq", lora_key=r"\.default\."),),
 )
 CANONICAL = {
     **{f"blocks.0.to_{p}.weight": (D, D) for p in "qkv"},
