@@ -419,5 +419,5 @@ def _skip_notices(matching: Matching) -> Iterator[Notice]:
         reasons.setdefault(skip.reason, []).append(skip.module.name)
     name = matching.assignment.adapter.name
     for reason, modules in reasons.items():
-        text = f"{name}: {len(modules)} modules not applied: {reason}"
+        text = f"{name}: {many(len(modules), 'module')} not applied: {reason}"
         yield Notice("skipped", text, {"lora": name, "reason": reason, "modules": len(modules)})

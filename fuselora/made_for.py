@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -67,6 +67,10 @@ class Candidate:
     @property
     def rank(self) -> tuple[bool, bool, bool]:
         return self.is_stated, self.is_whole, bool(self.kin)
+
+    def of_its_blocks(self) -> Candidate:
+        """The same, of the models that have just as many blocks."""
+        return replace(self, kin=tuple(one for one in self.kin if one.blocks == self.n_blocks))
 
 
 def candidates(adapter: Adapter) -> tuple[Candidate, ...]:
@@ -167,7 +171,7 @@ def other_family(adapter: Adapter, checkpoint: Checkpoint) -> Origin | None:
         return _origin([one for one in found if one.rank == found[0].rank], how)
     if not own.kin and checkpoint.models:
         return _origin([one for one in found if one.kin], "by its names and shapes")
-    whole = [one for one in found if one.is_whole]
+    whole = [one.of_its_blocks() for one in found if one.is_whole]
     if not whole or own.is_whole or own.n_blocks == _blocks_of(checkpoint):
         return None
     return _origin(whole, f"all {whole[0].n_blocks} of whose blocks it changes")

@@ -2,8 +2,8 @@
 
 Python's own matcher goes back on its choices, so that ``(a+)+$`` takes for ever on a long name. Here all
 choices are followed at once (https://swtch.com/~rsc/regexp/regexp1.html): a match takes at most the length
-of the name times the size of the pattern. What a pattern means is Python's word: ``re`` judges whether it is
-one, and what a single character of it takes.
+of the name times the size of the pattern, and once more the length where the pattern looks ahead. What a
+pattern means is Python's word: ``re`` judges whether it is one, and what a single character of it takes.
 """
 
 from __future__ import annotations

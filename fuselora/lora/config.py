@@ -64,7 +64,7 @@ class AdapterConfig:
 
 
 def config_of(document: Document) -> AdapterConfig | None:
-    """The scale rules of an ``adapter_config.json``; None for a method that has no alpha.
+    """The scale rules of an ``adapter_config.json``; None where it is not PEFT's, or of a method without alpha.
 
     One that is not said is PEFT's default; ``null`` is no number to PEFT either. Raises ``BadAlpha``.
     """
@@ -72,6 +72,8 @@ def config_of(document: Document) -> AdapterConfig | None:
     if kind not in RANKED_TYPES:
         return None
     key = "alpha" if kind in LYCORIS_TYPES else "lora_alpha"
+    if not document.keys() & {key, "peft_type", "r"}:
+        return None
     # PEFT divides by r whatever a LoKr's factors are, so that one has to say it
     ranked = kind == "LOKR" or document.get("r") is not None
     return AdapterConfig(

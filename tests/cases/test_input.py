@@ -80,7 +80,7 @@ CODES = {
 def test_B38_a_packed_base_is_no_plain_one(kind: str, tmp_path: Path) -> None:
     base = base_of(tmp_path / "base", {**PACKED[kind], K: full(4, 4)})
     dtype = CODES[PACKED[kind][Q].dtype]
-    kind_said = "fp8" if dtype.startswith("F8") else "quantised"
+    kind_said = "boolean" if dtype == "BOOL" else "fp8" if dtype.startswith("F8") else "quantised"
     refuse(base, std_lora(tmp_path), says=("transformer", f"{Q} is {dtype}", kind_said))
 
 

@@ -12,7 +12,7 @@ from tests.environment.merges import Inputs, environment
 from tests.small import tree
 
 COMMAND = f"{sys.executable} -m fuselora"
-UNSHARE = ("unshare", "--mount", "--propagation", "private")
+UNSHARE = ("unshare", "-rm")
 
 
 def shell(script: str, folder: Path, *before: str) -> subprocess.CompletedProcess[str]:
@@ -51,7 +51,7 @@ def test_files_that_may_not_grow(kilobytes: int, inputs: Inputs, tmp_path: Path)
 def test_a_disk_that_is_full(kilobytes: int, inputs: Inputs, tmp_path: Path) -> None:
     """The room is looked at before anything is written: what is needed, and what there is."""
     if not may_mount(tmp_path):
-        pytest.skip("this machine mounts nothing for a process of its own: unshare -m is refused")
+        pytest.skip("this machine mounts nothing for a process of its own")
     (tmp_path / "disk").mkdir()
     words = " ".join(inputs.arguments("disk/out"))
     size = f"mount -t tmpfs -o size={kilobytes + 8}k none disk"
@@ -65,7 +65,7 @@ def test_a_disk_that_is_full(kilobytes: int, inputs: Inputs, tmp_path: Path) -> 
 
 def test_a_file_system_that_is_read_only(inputs: Inputs, tmp_path: Path) -> None:
     if not may_mount(tmp_path):
-        pytest.skip("this machine mounts nothing for a process of its own: unshare -m is refused")
+        pytest.skip("this machine mounts nothing for a process of its own")
     (tmp_path / "disk").mkdir()
     words = " ".join(inputs.arguments("disk/out"))
     script = f"mount -t tmpfs -o ro none disk; {COMMAND} {words}; echo rc $?; ls -A disk"
@@ -77,7 +77,7 @@ def test_a_file_system_that_is_read_only(inputs: Inputs, tmp_path: Path) -> None
 
 def test_a_base_that_is_read_only_is_no_obstacle(inputs: Inputs, tmp_path: Path) -> None:
     if not may_mount(tmp_path):
-        pytest.skip("this machine mounts nothing for a process of its own: unshare -m is refused")
+        pytest.skip("this machine mounts nothing for a process of its own")
     (tmp_path / "given").mkdir()
     words = " ".join(inputs.arguments("out", base="given"))
     bind = f"mount --bind {inputs.base} given && mount -o remount,bind,ro given"

@@ -49,14 +49,14 @@ def test_a_parameter_may_be_a_matrix() -> None:
     assert not fits_parameter({"up": (8, 2), "down": (2, 6)}, (6, 8))
     assert not fits_parameter({"up": (8, 3), "down": (2, 6)}, (8, 6))
     settings = of_parameter(Settings(parameters=(".w",)), {"up": (8, 2), "down": (2, 6)}, (8, 6))
-    assert settings == Settings()
+    assert settings == Settings(of_parameter=True)
     assert meant(PAIR, settings, {"up": (8, 2), "down": (2, 6)}) is PAIR
 
 
 @pytest.mark.parametrize(("base", "swapped"), [((4, 8, 6), False), ((4, 6, 8), True)])
 def test_the_parameter_says_how_many_experts_there_are(base: Shape, swapped: bool) -> None:
     settings = of_parameter(Settings(parameters=(".w",)), PAIRED, base)
-    assert settings == Settings(experts=4, transposed=swapped)
+    assert settings == Settings(of_parameter=True, experts=4, transposed=swapped)
     assert meant(PAIR, settings, PAIRED) is EXPERTS
 
 

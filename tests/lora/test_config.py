@@ -22,9 +22,22 @@ from fuselora.lora.scale import BadAlpha
 # adapter_config.json
 
 
-def test_a_config_without_alpha_gives_no_rule() -> None:
+def test_an_alpha_that_is_not_said_is_pefts_default() -> None:
+    for document in ({"r": 8}, {"peft_type": "LORA"}):
+        config = config_of(document)
+        assert config is not None
+        assert (config.lora_alpha, config.by_default) == (8.0, True)
+
+
+def test_what_is_no_config_of_peft_gives_no_rule() -> None:
     assert config_of({}) is None
-    assert config_of({"r": 8, "lora_alpha": None}) is None
+    assert config_of({"note": "by hand"}) is None
+    assert config_of({"peft_type": "OFT", "r": 8}) is None
+
+
+def test_an_alpha_of_null_is_no_number() -> None:
+    with pytest.raises(BadAlpha, match="None is not a number"):
+        config_of({"r": 8, "lora_alpha": None})
 
 
 def test_a_config() -> None:
@@ -135,8 +148,10 @@ def test_pefts_loha_and_lokr_call_it_alpha() -> None:
         config = config_of({"peft_type": kind, "r": 8, "alpha": 4, "alpha_pattern": {"q": 2}})
         assert config is not None
         assert (config.alpha_of("a.k"), config.alpha_of("a.q")) == (4, 2)
-    assert config_of({"peft_type": "LOHA", "r": 8, "lora_alpha": 4}) is None
-    assert config_of({"peft_type": "LORA", "r": 8, "alpha": 4}) is None
+    for kind, other in (("LOHA", "lora_alpha"), ("LORA", "alpha")):
+        config = config_of({"peft_type": kind, "r": 8, other: 4})
+        assert config is not None
+        assert (config.lora_alpha, config.by_default) == (8, True)
 
 
 @pytest.mark.parametrize("kind", ["LORA", "LOHA", "LOKR"])

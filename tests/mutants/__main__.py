@@ -7,6 +7,7 @@ import os
 import queue
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tests.mutants.trial import copy_project, killed, run_tests
 def main() -> int:
     """1 if the tests fail without a mutant, or pass with one."""
     asked = _asked()
-    chosen = [m for m in MUTANTS if any(word in m.name for word in asked.names or [""])]
+    chosen = _chosen(asked.names)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(asked.jobs) as pool:
         projects: queue.SimpleQueue[Path] = queue.SimpleQueue()
         for job in range(asked.jobs):
@@ -49,7 +50,14 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("names", nargs="*", help="words in the names of those to try")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--unsound", action="store_true", help="do not run the tests without a mutant first")
-    return parser.parse_args()
+    asked = parser.parse_args()
+    if not _chosen(asked.names):
+        parser.error("no mutant has such a name")
+    return asked
+
+
+def _chosen(words: Sequence[str]) -> list[Mutant]:
+    return [mutant for mutant in MUTANTS if any(word in mutant.name for word in words or [""])]
 
 
 def _say(line: str) -> None:

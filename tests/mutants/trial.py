@@ -13,7 +13,7 @@ from tests.mutants.table import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("fuselora", "tests", "scripts", "pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile")
-FAILED = 1  # pytest's exit status for tests that fail, and for nothing else
+FAILED = 1  # pytest's exit status for tests that fail, and for fixtures that do
 
 
 def copy_project(folder: Path) -> Path:
@@ -44,7 +44,9 @@ def killed(mutant: Mutant, project: Path) -> str | None:
     finally:
         file.write_text(sound, "utf-8")
     if status == FAILED:
-        return next(line for line in output.splitlines() if line.startswith("FAILED "))[7:]
+        return next(line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))).partition(
+            " "
+        )[2]
     if status:
         raise RuntimeError(f"{mutant.name}: pytest ended with {status}\n{output}")
     return None
