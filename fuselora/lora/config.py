@@ -64,7 +64,7 @@ class AdapterConfig:
 
 
 def config_of(document: Document) -> AdapterConfig | None:
-    """The scale rules of an ``adapter_config.json``; None where it is not PEFT's, or of a method without alpha.
+    """The scale rules of an ``adapter_config.json``; None where it is not PEFT's, or without alpha.
 
     One that is not said is PEFT's default; ``null`` is no number to PEFT either. Raises ``BadAlpha``.
     """
