@@ -91,6 +91,7 @@ _SUFFIXES = tuple((suffix, re.compile(rf"(?P<module>.+?){suffix.pattern}")) for 
 _UNFUSED = tuple((kind, re.compile(rf".+?{suffix}")) for kind, suffix in UNFUSED)
 
 
+@lru_cache(1 << 16)  # every reader of a file asks about each of its keys
 def parse_key(key: str) -> ParsedKey | None:
     """The first row that fits the whole key, or None."""
     for suffix, pattern in _SUFFIXES:
