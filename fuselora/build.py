@@ -54,11 +54,14 @@ def build(plan: FusePlan, stage: Stage, progress: Progress, created: datetime) -
     a refusal, or where no shard is finished, nothing of it is left.
     """
     means = choose_means(plan.request, plan.fused_steps)
-    with staging.open_stage(stage), _kept_or_discarded(stage, resumable=plan.request.digest):
-        run = _Build(plan, stage, means)
+    with (
+        staging.open_stage(stage) as opened,
+        _kept_or_discarded(opened, resumable=plan.request.digest),
+    ):
+        run = _Build(plan, opened, means)
         side_files = run.side_files()
         n_side = sum(side.n_bytes for side in side_files)
-        space.require(stage.folder, run.missing_bytes(n_side))
+        space.require(opened.folder, run.missing_bytes(n_side))
         phase = progress.phase("fuse", plan.bytes_out + n_side)
         with exact_settings(), phase as advance:
             return run.everything(side_files, advance, created)
@@ -77,7 +80,7 @@ class _Build:
         notices = (*self.plan.notices, *self.means.notices, *_lost_notices(lost))
         document = marker_document(self.plan, weights, sides, self._machine(), notices, created)
         content = marker.encode(document)
-        disk.write_file(self.stage.folder / marker.FILE_NAME, content)
+        disk.write_file(self.stage.place(marker.FILE_NAME), content)
         staging.publish(self.stage, overwrite=self.plan.request.overwrite)
         return Built(self.stage.out, marker.decode(content), notices, kept)
 
@@ -87,10 +90,10 @@ class _Build:
         if rest.root.is_file() or self.plan.request.assets == "skip":
             return ()
         edited = {str(path) for path in self.plan.edited}
-        loras = {m.assignment.adapter.location.path.resolve() for m in self.plan.matchings}
+        loras = {os.path.realpath(m.assignment.adapter.location.path) for m in self.plan.matchings}
 
         def exclude(path: str) -> bool:
-            return path in edited or (rest.root / path).resolve() in loras or not rest.takes_along(path)
+            return path in edited or os.path.realpath(rest.root / path) in loras or not rest.takes_along(path)
 
         return survey(rest.root, exclude=exclude)
 
@@ -131,7 +134,7 @@ class _Build:
             check_unchanged(assignment.adapter, self.plan.contents[assignment.order])
 
     def _write(self, file: OutputFile, journal: Journal, advance: Advance) -> WrittenFile:
-        target = self.stage.folder / file.path
+        target = self.stage.place(file.path)
         with disk.writing(target, file.n_bytes):
             target.parent.mkdir(parents=True, exist_ok=True)
             written = write_file(file, target, self.means, advance=advance)
@@ -164,14 +167,14 @@ class _Build:
                 yield self._small(path, content)
 
     def _small(self, path: PurePosixPath, content: bytes) -> SideRecord:
-        disk.write_file(self.stage.folder / path, content)
+        disk.write_file(self.stage.place(path), content)
         sha256 = hashlib.sha256(content).hexdigest() if self.plan.request.digest else None
         return SideRecord(str(path), len(content), sha256)
 
     def _placed(self, side_files: tuple[SideFile, ...], advance: Advance) -> Iterator[SideRecord]:
         request = self.plan.request
         for side in side_files:
-            placed = assets.place(side, self.stage.folder / side.path, request.assets, digest=request.digest)
+            placed = assets.place(side, self.stage.place(side.path), request.assets, digest=request.digest)
             advance(side.n_bytes)
             link = placed.how if placed.how in ("symlink", "hardlink") else None
             yield SideRecord(side.path, side.n_bytes, placed.sha256, link)

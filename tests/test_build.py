@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from fuselora.engine.sink import Sink
-from fuselora.errors import ChangedError, FuseloraError, ReadError
+from fuselora.errors import ChangedError, FuseloraError, OutputError, ReadError
 from fuselora.pipeline import merge
-from fuselora.synth import tiny, write_file, write_lora
+from fuselora.synth import tiny, write_file, write_lora, write_pipeline
 
 SIZE = tiny("wan2.2-t2v-a14b", blocks=1)
 
@@ -55,3 +55,39 @@ def test_an_input_that_changes_under_the_run(
     with pytest.raises(error, match=inputs[which].name):
         merge(inputs["base"], [inputs["lora"]], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def _a_link_to_the_base(stage: Path, base: Path) -> None:
+    stage.rename(stage.with_name("moved"))
+    stage.symlink_to(base)
+
+
+def _gone(stage: Path, base: Path) -> None:
+    shutil.rmtree(stage)
+
+
+@pytest.mark.parametrize("swap", [_a_link_to_the_base, _gone])
+def test_the_base_stays_whole_where_its_link_takes_the_stages_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swap: Callable[[Path, Path], None]
+) -> None:
+    base = write_pipeline(tmp_path / "base", SIZE, dtype="BF16")
+    lora = write_lora(tmp_path / "l.safetensors", SIZE, style="lightning", alpha=2, dtype="F32", seed=1)
+    before = _tree(base)
+    finish, done = Sink.finish, []
+
+    def late(sink: Sink) -> None:
+        finish(sink)
+        if not done:
+            swap(tmp_path / "out.partial", base)
+        done.append(sink)
+
+    monkeypatch.setattr(Sink, "finish", late)
+    with pytest.raises(OutputError, match=r"out\.partial"):
+        merge(base, [lora], tmp_path / "out")
+    assert done
+    assert _tree(base) == before
+    assert not (tmp_path / "out").exists()
+
+
+def _tree(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

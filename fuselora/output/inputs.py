@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fuselora.errors import OutputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
 
 class Identity(NamedTuple):
@@ -25,9 +25,10 @@ class Identity(NamedTuple):
 
 def refuse_inputs(places: Sequence[Path], inputs: Sequence[Path]) -> None:
     """Raises ``OutputError`` if one of ``places`` is, is inside, or contains one of ``inputs``."""
-    for place in places:
-        for source in inputs:
-            if relation := _relation(place, source):
+    for source in inputs:
+        folders = _folders(source)
+        for place in places:
+            if relation := _relation(place, source, folders):
                 raise OutputError(
                     f"{place}: {relation} the input {source}",
                     hint="Choose an --out apart from all inputs.",
@@ -36,30 +37,48 @@ def refuse_inputs(places: Sequence[Path], inputs: Sequence[Path]) -> None:
                 )
 
 
-def refuse_links(out: Path, inputs: Sequence[Path]) -> None:
-    """Raises ``OutputError`` if an input folder holds links into ``out``, whose files are to be replaced."""
-    real = os.path.realpath(out)
-    for source in inputs:
-        for folder, folders, names in os.walk(source):
-            paths = (os.path.join(folder, name) for name in (*folders, *names))  # noqa: PTH118
-            if any(os.path.realpath(path).startswith(real + os.sep) for path in paths):
+def refuse_links(places: Sequence[Path], inputs: Sequence[Path]) -> None:
+    """Raises ``OutputError`` if an input shares a folder with one of ``places``, or links into it.
+
+    What is in ``places`` is to be removed or replaced. Those that are absent are passed over.
+    """
+    for place in filter(Path.is_dir, places):
+        for source in inputs:
+            if what := _shared(place, source):
                 raise OutputError(
-                    f"{out}: holds files that the input {source} links to",
+                    f"{place}: holds {what}",
                     hint="Choose another --out.",
-                    path=str(out),
+                    path=str(place),
                     input=str(source),
                 )
 
 
-def _relation(place: Path, source: Path) -> str | None:
+def _shared(place: Path, source: Path) -> str | None:
+    """What in ``place`` belongs to ``source`` too: a folder bound into both, or files linked to."""
+    if _folders(place) & _folders(source):
+        return f"a folder of the input {source}"
+    real = os.path.realpath(place) + os.sep
+    entries = (os.path.join(at, name) for at, *names in os.walk(source) for name in (*names[0], *names[1]))  # noqa: PTH118
+    linked = any(os.path.realpath(entry).startswith(real) for entry in entries)
+    return f"files that the input {source} links to" if linked else None
+
+
+def _relation(place: Path, source: Path, folders: set[Identity]) -> str | None:
+    """``folders`` are those of ``source``: one of them may be mounted at another place as well."""
     here, there = _identity(place), _identity(source)
     if there is None:
         return None
     if here == there:
         return "is"
-    if there in _lineage(place):
+    if ({there} | folders) & _lineage(place):
         return "is inside"
     return "contains" if here is not None and here in _lineage(source) else None
+
+
+def _folders(path: Path) -> set[Identity]:
+    """``path`` and every folder in it; empty for a file and for what is absent. Links are not followed."""
+    found = (_identity(Path(folder)) for folder, _, _ in os.walk(path))
+    return {identity for identity in found if identity is not None}
 
 
 def _lineage(path: Path) -> set[Identity]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fuselora.errors import OutputError
-from fuselora.filenames import FORMER_NAME, STAGE_NAME
+from fuselora.filenames import FORMER_ENDING, FORMER_NAME, STAGE_ENDING, STAGE_NAME, is_reserved
 from fuselora.marker import JOURNAL_NAME
 from fuselora.output import claims, lock, occupancy, volume
 from fuselora.output.claims import NEW_JOURNAL_NAME
@@ -24,7 +24,7 @@ from fuselora.output.space import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
+    from pathlib import Path, PurePosixPath
 
 __all__ = ["JOURNAL_NAME", "Stage", "discard", "open_stage", "prepare", "publish"]
 
@@ -37,6 +37,7 @@ class Stage:
     point (``mounted``). ``lock`` guards it. ``former`` is where an output being replaced may stand for
     a moment. ``replaces`` says that OUT held a fused checkpoint of ours, ``restart`` that an earlier
     partial run is dropped, and ``made`` are the parents of OUT that did not exist, outermost first.
+    ``opened`` is the descriptor of ``folder``, inside ``open_stage``.
     """
 
     out: Path
@@ -47,6 +48,24 @@ class Stage:
     replaces: bool
     restart: bool
     made: tuple[Path, ...]
+    opened: int | None = None
+
+    def place(self, path: str | PurePosixPath) -> Path:
+        """Where the file at ``path`` is written. Raises ``OutputError``.
+
+        Who may write beside OUT can put another folder, or a link into the base, in the stage's place.
+        """
+        if not self.stands():
+            what = "is no longer the folder that this run writes to"
+            occupancy.refuse(self.folder, what, "Find out what replaced it, and run again.")
+        return self.folder / path
+
+    def stands(self) -> bool:
+        """Whether ``folder`` still names the folder that ``open_stage`` opened."""
+        assert self.opened is not None  # a stage is written to inside ``open_stage`` alone
+        if not claims.is_real_folder(self.folder):
+            return False
+        return os.path.samestat(os.fstat(self.opened), self.folder.stat())
 
 
 def prepare(out: Path, *, inputs: Sequence[Path], overwrite: bool, restart: bool) -> Stage:
@@ -77,7 +96,11 @@ def open_stage(stage: Stage) -> Iterator[Stage]:
         with lock.held(stage.lock):
             with writing(stage.folder):
                 _settle(stage)
-            yield stage
+                opened = os.open(stage.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                yield replace(stage, opened=opened)
+            finally:
+                os.close(opened)
     finally:
         _remove_made(stage)
 
@@ -89,7 +112,7 @@ def publish(stage: Stage, *, overwrite: bool) -> None:
     ``OutputError``; the stage is then still there, unless ``facts["published"]`` says OUT is complete.
     """
     with writing(stage.out):
-        occupancy.refuse_incomplete(stage.folder)
+        occupancy.refuse_incomplete(stage.place("."))
         replaces = occupancy.refuse_occupied(stage, overwrite)
         sync_tree(stage.folder)
         if stage.mounted:
@@ -107,6 +130,8 @@ def publish(stage: Stage, *, overwrite: bool) -> None:
 def discard(stage: Stage) -> None:
     """Removes what was staged; files that are not ours stay. ``open_stage`` takes the parents it made."""
     with writing(stage.folder):
+        if not stage.stands():
+            return
         if stage.mounted:
             volume.roll_back(stage.folder, stage.out, stage.former)
         if occupancy.is_ours(stage.folder):
@@ -115,20 +140,21 @@ def discard(stage: Stage) -> None:
 
 def _looked_over(out: Path, inputs: Sequence[Path], *, overwrite: bool, restart: bool) -> Stage:
     stage = _stage(_resolved(out), restart)
-    refuse_inputs((stage.out, stage.folder), inputs)
+    emptied = (stage.folder, *((stage.former,) if overwrite else ()))
+    refuse_inputs((stage.out, *emptied), inputs)
     _refuse_parent(stage)
     lock.refuse_held(stage.lock)
-    if occupancy.refuse_occupied(stage, overwrite):
-        refuse_links(stage.out, inputs)
+    replaced = (stage.out,) if occupancy.refuse_occupied(stage, overwrite) else ()
     occupancy.refuse_foreign(stage.folder)
+    refuse_links((*replaced, *emptied), inputs)
     lock.refuse_held(stage.lock)
     return stage
 
 
 def _stage(out: Path, restart: bool) -> Stage:
     mounted = volume.is_mount(out)
-    folder = out / STAGE_NAME if mounted else out.with_name(f"{out.name}.partial")
-    former = out / FORMER_NAME if mounted else out.with_name(f"{out.name}.old")
+    folder = out / STAGE_NAME if mounted else out.with_name(out.name + STAGE_ENDING)
+    former = out / FORMER_NAME if mounted else out.with_name(out.name + FORMER_ENDING)
     made = [parent for parent in reversed(out.parents) if not parent.exists()]
     return Stage(
         out=out,
@@ -147,9 +173,13 @@ def _resolved(out: Path) -> Path:
     if out.is_symlink():
         occupancy.refuse(out, f"is a link to {out.readlink()}", "Name the folder itself.")
     try:
-        return out.resolve()
+        resolved = out.resolve()
     except RuntimeError as error:  # a loop of links, before Python 3.13
         occupancy.refuse(out, str(error), occupancy.APART)
+    if is_reserved(resolved.name):
+        what = "has the name of a folder that a run beside it takes for its own and empties"
+        occupancy.refuse(out, what, occupancy.APART)
+    return resolved
 
 
 def _refuse_parent(stage: Stage) -> None:

@@ -87,7 +87,7 @@ def run(
 ) -> list[str]:
     """Writes the output ``tag`` and publishes it; the shards that an earlier run had finished."""
     stage = prepare(out, inputs=[base], overwrite=overwrite, restart=restart)
-    with open_stage(stage):
+    with open_stage(stage) as stage:
         kept = fill(stage.folder, base, tag)
         before_publish()
         publish(stage, overwrite=overwrite)

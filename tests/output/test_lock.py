@@ -80,7 +80,7 @@ def test_a_live_holder_is_refused_and_a_dead_one_ignored(out: Path, base: Path) 
 
 def test_one_stage_is_held_once_even_in_one_process(out: Path, base: Path) -> None:
     stage = ready(out, base)
-    with open_stage(stage):
+    with open_stage(stage) as stage:
         with pytest.raises(OutputError, match=f"process {os.getpid()} on "), open_stage(stage):
             pass
         assert stage.lock.is_file()

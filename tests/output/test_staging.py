@@ -3,6 +3,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -82,7 +85,7 @@ def test_a_relative_out_is_understood(tmp_path: Path, base: Path, monkeypatch: p
 
 def test_a_stage_without_a_marker_is_not_published(out: Path, base: Path) -> None:
     stage = ready(out, base)
-    with open_stage(stage):
+    with open_stage(stage) as stage:
         fill(stage.folder, base, "one", stop_after=1)
         with pytest.raises(OutputError, match=r"no valid fused\.json"):
             publish(stage, overwrite=False)
@@ -92,7 +95,7 @@ def test_a_stage_without_a_marker_is_not_published(out: Path, base: Path) -> Non
 @pytest.mark.parametrize("extra", [True, False])
 def test_a_stage_at_odds_with_its_marker_is_not_published(out: Path, base: Path, extra: bool) -> None:
     stage = ready(out, base)
-    with open_stage(stage):
+    with open_stage(stage) as stage:
         fill(stage.folder, base, "one")
         if extra:
             (stage.folder / "transformer" / "stale.safetensors").write_bytes(b"x")
@@ -102,6 +105,40 @@ def test_a_stage_at_odds_with_its_marker_is_not_published(out: Path, base: Path,
             publish(stage, overwrite=False)
     assert not out.exists()
     assert (stage.folder / JOURNAL_NAME).is_file()
+
+
+def swapped_for_a_link(folder: Path, other: Path) -> None:
+    folder.rename(folder.with_name("moved"))
+    folder.symlink_to(other)
+
+
+def swapped_for_a_folder(folder: Path, other: Path) -> None:
+    folder.rename(folder.with_name("moved"))
+    shutil.copytree(other, folder)
+
+
+def gone(folder: Path, other: Path) -> None:
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("swap", [swapped_for_a_link, swapped_for_a_folder, gone])
+def test_another_folder_in_the_stages_place_is_left_alone(
+    out: Path, base: Path, tmp_path: Path, swap: Callable[[Path, Path], None]
+) -> None:
+    """What takes its place may be a whole output of ours, and so look like the stage."""
+    write_fused(tmp_path / "precious", "old")
+    stage = ready(out, base)
+    with open_stage(stage) as stage:
+        fill(stage.folder, base, "one")
+        swap(stage.folder, tmp_path / "precious")
+        there = tree(stage.folder) if stage.folder.exists() else None
+        for act in (lambda: publish(stage, overwrite=True), lambda: stage.place(SHARDS[0])):
+            with pytest.raises(OutputError, match=r"out\.partial: is no longer the folder"):
+                act()
+        discard(stage)
+        assert (tree(stage.folder) if stage.folder.exists() else None) == there
+    assert tree(tmp_path / "precious") == expected("old")
+    assert not out.exists()
 
 
 def test_a_failed_rename_keeps_the_finished_shards(
@@ -121,7 +158,7 @@ def test_a_failed_rename_keeps_the_finished_shards(
 
 def test_out_that_filled_up_meanwhile_is_kept(out: Path, base: Path) -> None:
     stage = ready(out, base)
-    with open_stage(stage):
+    with open_stage(stage) as stage:
         fill(stage.folder, base, "one")
         out.mkdir()
         (out / "precious").touch()
@@ -234,6 +271,60 @@ def test_the_staging_folder_may_not_be_an_input(tmp_path: Path) -> None:
         ready(tmp_path / "out", tmp_path / "out.partial", restart=True)
 
 
+def test_where_the_former_output_is_set_aside_may_not_be_an_input(tmp_path: Path) -> None:
+    """The base may be a fused folder of ours that was cut off while it was replaced: it has a journal."""
+    write_fused(tmp_path / "out", "new")
+    write_fused(tmp_path / "out.old", "old")
+    (tmp_path / "out.old" / JOURNAL_NAME).touch()
+    before = tree(tmp_path / "out.old")
+    with pytest.raises(OutputError, match=r"out\.old: is the input"):
+        ready(tmp_path / "out", tmp_path / "out.old", overwrite=True)
+    assert tree(tmp_path / "out.old") == before
+
+
+def test_a_base_called_old_is_no_trouble_where_nothing_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "out.old").mkdir()
+    assert not ready(tmp_path / "out", tmp_path / "out.old").replaces
+
+
+@pytest.mark.parametrize("name", ["out.partial", "fuselora.partial", "fuselora.former"])
+def test_out_may_not_have_a_name_that_runs_take_for_their_own(tmp_path: Path, name: str) -> None:
+    with pytest.raises(OutputError, match=f"{name}: has the name of a folder"):
+        ready(tmp_path / name)
+
+
+@pytest.mark.parametrize("out_is", ["the folder", "in the folder"])
+def test_a_folder_of_the_base_that_is_mounted_at_out_is_found(tmp_path: Path, out_is: str) -> None:
+    base, mounted = tmp_path / "base", tmp_path / "mounted"
+    (base / "transformer").mkdir(parents=True)
+    mounted.mkdir()
+    out = mounted if out_is == "the folder" else mounted / "out"
+    said = bound(base / "transformer", mounted, out, base)
+    assert f"OutputError: {out}: is inside the input {base}" in said
+
+
+def test_a_folder_of_the_base_that_is_mounted_in_out_is_found(tmp_path: Path, out: Path) -> None:
+    write_fused(out, "old")
+    shutil.copytree(out, tmp_path / "base")
+    base = tmp_path / "base"
+    said = bound(base / "transformer", out / "transformer", out, base)
+    assert f"OutputError: {out}: holds a folder of the input {base}" in said
+
+
+def bound(source: Path, place: Path, out: Path, base: Path) -> str:
+    """What ``prepare`` raises, in a process of its own, where ``source`` is mounted at ``place`` as well."""
+    script = (
+        "import sys; from pathlib import Path; from fuselora.output.staging import prepare; "
+        "prepare(Path(sys.argv[1]), inputs=[Path(sys.argv[2])], overwrite=True, restart=False)"
+    )
+    private = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-rm"]
+    bind = [*private, "sh", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"', str(source), str(place)]
+    if not shutil.which("unshare") or subprocess.run([*bind, "true"], capture_output=True).returncode:
+        pytest.skip("this machine mounts nothing for a process of its own: unshare -m is refused")
+    command = [sys.executable, "-c", script, str(out), str(base)]
+    return subprocess.run([*bind, *command], capture_output=True, text=True).stderr
+
+
 def test_a_parent_that_is_a_file_is_refused(tmp_path: Path, base: Path) -> None:
     for place in (base / "out", base / "deep" / "out"):
         with pytest.raises(OutputError, match=r"model\.safetensors is not a folder"):
@@ -309,7 +400,7 @@ def test_a_foreign_file_in_our_staging_folder_is_refused(out: Path, base: Path, 
 def leave_partial(out: Path, base: Path) -> Path:
     """A run of ``one`` that stopped with one shard finished and the second torn."""
     stage = ready(out, base)
-    with open_stage(stage):
+    with open_stage(stage) as stage:
         fill(stage.folder, base, "one", stop_after=1)
         (stage.folder / SHARDS[1]).write_bytes(b"torn")
     return stage.folder
@@ -338,7 +429,7 @@ def test_another_plan_keeps_nothing_and_leaves_nothing(out: Path, base: Path) ->
 def test_discard_leaves_nothing(tmp_path: Path, base: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     stage = ready(tmp_path / "a" / "b" / "out", base)
-    with open_stage(stage):
+    with open_stage(stage) as stage:
         fill(stage.folder, base, "one")
         discard(stage)
     assert sorted(tmp_path.rglob("*")) == before
@@ -346,7 +437,7 @@ def test_discard_leaves_nothing(tmp_path: Path, base: Path) -> None:
 
 def test_discard_keeps_what_is_not_ours(out: Path, base: Path) -> None:
     stage = ready(out, base)
-    with open_stage(stage):
+    with open_stage(stage) as stage:
         fill(stage.folder, base, "one")
         (stage.folder / "vae" / "mine.txt").touch()
         discard(stage)
@@ -354,10 +445,10 @@ def test_discard_keeps_what_is_not_ours(out: Path, base: Path) -> None:
 
 
 def test_discard_leaves_a_foreign_folder_alone(out: Path, base: Path) -> None:
-    stage = ready(out, base)
-    (stage.folder / "empty").mkdir(parents=True)
-    (stage.folder / "mine.txt").touch()
-    discard(stage)
+    with open_stage(ready(out, base)) as stage:
+        (stage.folder / "empty").mkdir()
+        (stage.folder / "mine.txt").touch()
+        discard(stage)
     assert names(stage.folder) == ["empty", "mine.txt"]
 
 
@@ -417,7 +508,7 @@ def test_a_users_own_old_folder_is_never_removed(
 def test_a_file_that_came_into_out_meanwhile_stops_the_exchange(out: Path, base: Path) -> None:
     write_fused(out, "old")
     stage = ready(out, base, overwrite=True)
-    with open_stage(stage):
+    with open_stage(stage) as stage:
         fill(stage.folder, base, "new")
         (out / "mine.txt").touch()
         with pytest.raises(OutputError, match=r"mine\.txt"):
@@ -601,6 +692,6 @@ def test_a_journal_of_a_newer_schema_is_ours_and_kept_from_nothing(out: Path, ba
 
 def test_the_journal_is_open_in_the_stage(out: Path, base: Path) -> None:
     stage = ready(out, base)
-    with open_stage(stage), Journal.open(stage.folder, "f", files=[]) as journal:
+    with open_stage(stage) as stage, Journal.open(stage.folder, "f", files=[]) as journal:
         assert journal.finished() == {}
         assert names(stage.folder) == [JOURNAL_NAME]

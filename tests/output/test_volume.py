@@ -74,7 +74,7 @@ def test_the_lost_and_found_of_a_new_file_system_is_no_obstacle(out: Path, base:
 def test_a_partial_run_is_kept_or_forgotten(out: Path, base: Path) -> None:
     for restart, kept in ((False, [SHARDS[0]]), (True, [])):
         stage = prepare(out, inputs=[base], overwrite=True, restart=False)
-        with open_stage(stage):
+        with open_stage(stage) as stage:
             fill(stage.folder, base, "one", stop_after=1)
         assert run(out, base, "one", overwrite=True, restart=restart) == kept
         assert tree(out) == expected("one")
@@ -114,7 +114,7 @@ def test_a_volume_in_use_is_refused(out: Path, base: Path) -> None:
 
 def test_discard_leaves_the_volume_empty(out: Path, base: Path) -> None:
     stage = prepare(out, inputs=[base], overwrite=False, restart=False)
-    with open_stage(stage):
+    with open_stage(stage) as stage:
         fill(stage.folder, base, "one")
         discard(stage)
     assert list(out.iterdir()) == []
@@ -235,7 +235,7 @@ def test_a_move_that_fails_is_undone(
 
     for name in (JOURNAL_NAME, "only-new.txt", FILE_NAME):
         stage = prepare(out, inputs=[base], overwrite=True, restart=False)
-        with open_stage(stage):
+        with open_stage(stage) as stage:
             kept = fill(stage.folder, base, "new")
             with monkeypatch.context() as patch:
                 patch.setattr(Path, "rename", failing)
@@ -260,8 +260,8 @@ def test_a_torn_publication_without_its_stage_is_refused(tmp_path: Path, base: P
 
 def test_discarding_a_torn_publication_brings_the_old_output_back(tmp_path: Path, base: Path) -> None:
     out = interrupted(tmp_path / "volume", base)
-    stage = prepare(out, inputs=[base], overwrite=True, restart=False)
-    discard(stage)
+    with open_stage(prepare(out, inputs=[base], overwrite=True, restart=False)) as stage:
+        discard(stage)
     assert published(out) == expected("old")
     assert not stage.folder.exists()
 
