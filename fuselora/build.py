@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from fuselora import marker
-from fuselora.content import check_unchanged
 from fuselora.engine.kernel import Lost
 from fuselora.engine.means import Means, choose_means
 from fuselora.engine.settings import cpu_type, exact_settings
 from fuselora.engine.stream import WrittenFile, write_file
 from fuselora.errors import FuseloraError, Notice, OutputError, ReadError, ResourceError
+from fuselora.header import check_unchanged
 from fuselora.output import assets, disk, space, staging
 from fuselora.output.index import encode_index
 from fuselora.output.journal import BaseState, Entry, Journal, has_finished, reusable
-from fuselora.reading import changed, reading, state
 from fuselora.record import Machine, SideRecord, WeightRecord, marker_document
 from fuselora.side_files import survey
 
@@ -128,17 +127,16 @@ class _Build:
 
     def _check_loras(self) -> None:
         """What the marker will say of the LoRAs has to be true of what was added."""
-        assert self.plan.contents is not None  # a plan without the data pass is never executed
         for matching in self.plan.matchings:
-            assignment = matching.assignment
-            check_unchanged(assignment.adapter, self.plan.contents[assignment.order])
+            for file in matching.assignment.adapter.files:
+                check_unchanged(file)
 
     def _write(self, file: OutputFile, journal: Journal, advance: Advance) -> WrittenFile:
         target = self.stage.place(file.path)
         with disk.writing(target, file.n_bytes):
             target.parent.mkdir(parents=True, exist_ok=True)
             written = write_file(file, target, self.means, advance=advance)
-        _check_in_place(file.base.path, written.base_status)
+        check_unchanged(file.base)  # the marker names a path: what was read has to be there still
         if written.sha256 and written.base_sha256:
             state = BaseState.of(written.base_status, written.base_sha256)
             journal.record(Entry(str(file.path), file.n_bytes, written.sha256, state))
@@ -184,14 +182,6 @@ class _Build:
         used = {kernel.name: kernel.accumulate for kernel in kernels or self.means.kernels.choices[-1:]}
         sums = " + ".join(sorted(set(used.values())))
         return Machine(" + ".join(sorted(used)), sums, self.means.device, cpu_type(), torch.__version__)
-
-
-def _check_in_place(base: Path, before: os.stat_result) -> None:
-    """The marker names a path: what was read has to be there still. Raises ``ChangedError``."""
-    with reading(base):
-        found = base.stat()
-    if state(found) != state(before):
-        raise changed(base)
 
 
 def _record(file: OutputFile, sha256: str | None, base_sha256: str | None) -> WeightRecord:

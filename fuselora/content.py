@@ -20,21 +20,15 @@ if TYPE_CHECKING:
     from fuselora.match import Hit, Matching
     from fuselora.targets import Assignment
 
-State = tuple[int, int, int]
-
 
 @dataclass(frozen=True, slots=True)
 class LoraContent:
-    """``sha256`` of the file (None without digests, and of several files), of what it holds, and odd tensors.
-
-    ``states``: each file's size, mtime_ns and inode when it was read.
-    """
+    """``sha256`` of the file (None without digests, and of several), of what it holds, and odd tensors."""
 
     sha256: str | None
     content_sha256: str
     nonfinite: tuple[str, ...]
     zero: frozenset[str]
-    states: tuple[State, ...]
 
     def zeroes(self, hit: Hit) -> bool:
         """Whether the hit changes nothing, as its alpha or what its kind multiplies is zero."""
@@ -53,7 +47,6 @@ class _TensorContent:
 class _FileContent:
     tensors: tuple[_TensorContent, ...]
     sha256: str | None
-    state: State
 
 
 def read_content(adapter: Adapter, *, digest: bool, advance: Callable[[int], None]) -> LoraContent:
@@ -66,7 +59,6 @@ def read_content(adapter: Adapter, *, digest: bool, advance: Callable[[int], Non
         content_sha256=content_digest(adapter.tensors, {t.name: t.sha256 for t in tensors}),
         nonfinite=tuple(t.name for t in tensors if not t.finite),
         zero=frozenset(t.name for t in tensors if t.zero),
-        states=tuple(file.state for file in files),
     )
 
 
@@ -74,9 +66,12 @@ def _read_file(header: Header, digest: bool, advance: Callable[[int], None]) -> 
     whole = hashlib.sha256()
     tensors: list[_TensorContent] = []
     with reading(header.path), header.path.open("rb") as stream:
-        before = state(os.fstat(stream.fileno()))
         start = stream.read(header.data_start)
-        if hashlib.sha256(start).hexdigest() != header.sha256:
+        # its alphas were read together with its header
+        if (
+            hashlib.sha256(start).hexdigest() != header.sha256
+            or state(os.fstat(stream.fileno())) != header.state
+        ):
             raise changed(header.path)
         whole.update(start)
         for tensor in header.tensors:
@@ -86,16 +81,7 @@ def _read_file(header: Header, digest: bool, advance: Callable[[int], None]) -> 
                 text = f"{header.path}: was cut short while {tensor.name} was read"
                 raise ChangedError(text, path=str(header.path), tensor=tensor.name)
             tensors.append(found)
-    return _FileContent(tuple(tensors), whole.hexdigest() if digest else None, before)
-
-
-def check_unchanged(adapter: Adapter, content: LoraContent) -> None:
-    """Raises ``ChangedError`` unless every file is still the one whose content was read."""
-    for header, before in zip(adapter.files, content.states, strict=True):
-        with reading(header.path):
-            found = header.path.stat()
-        if state(found) != before:
-            raise changed(header.path)
+    return _FileContent(tuple(tensors), whole.hexdigest() if digest else None)
 
 
 def _observed(blocks: Iterator[bytes], advance: Callable[[int], None]) -> Iterator[bytes]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import BinaryIO, NoReturn, cast
 
 from fuselora.errors import FormatError, InputError
 from fuselora.escape import short
-from fuselora.reading import is_regular
+from fuselora.reading import State, changed, is_regular, reading, state
 
 DTYPE_BITS: Mapping[str, int] = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
@@ -60,8 +61,8 @@ class TensorInfo:
 class Header:
     """A file's header: its tensors in file order, which is also data order, without gaps.
 
-    ``n_bytes`` is the size of the whole file, ``data_start`` where the tensors' bytes begin, and
-    ``sha256`` the hex digest of everything before them.
+    ``n_bytes`` is the size of the whole file, ``data_start`` where the tensors' bytes begin, ``sha256``
+    the hex digest of everything before them, and ``state`` what tells an edit of the file since.
     """
 
     path: Path
@@ -70,6 +71,7 @@ class Header:
     tensors: tuple[TensorInfo, ...]
     metadata: Mapping[str, str]
     sha256: str
+    state: State
 
     def by_name(self) -> dict[str, TensorInfo]:
         return {tensor.name: tensor for tensor in self.tensors}
@@ -98,13 +100,22 @@ def read_header(path: Path) -> Header:
         if not path.is_dir() and not is_regular(path):
             _broken(path, "is not a regular file")
         with path.open("rb") as stream:
-            n_bytes = path.stat().st_size
+            status = os.fstat(stream.fileno())
+            n_bytes = status.st_size
             raw = _raw_header(path, stream, n_bytes)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}", path=str(path)) from error
     tensors, metadata = _parse(path, raw[8:])
     _check_layout(path, tensors, n_bytes - len(raw), n_bytes)
-    return Header(path, n_bytes, len(raw), tensors, metadata, hashlib.sha256(raw).hexdigest())
+    return Header(path, n_bytes, len(raw), tensors, metadata, hashlib.sha256(raw).hexdigest(), state(status))
+
+
+def check_unchanged(header: Header) -> None:
+    """Raises ``ChangedError`` unless the path still holds the file whose header was read."""
+    with reading(header.path):
+        found = header.path.stat()
+    if state(found) != header.state:
+        raise changed(header.path)
 
 
 def encode_header(

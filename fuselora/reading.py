@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fuselora.errors import ChangedError, ReadError
 
+State = tuple[int, int, int]
 MORE_FILES = "Too many files are open: raise the limit (ulimit -n)."
 HINTS: Mapping[int, str] = {
     errno.EMFILE: MORE_FILES,
@@ -48,7 +49,7 @@ def start_of(path: Path, n_bytes: int) -> bytes:
         return stream.read(min(size, n_bytes) + 1)  # as much is set aside before it is read
 
 
-def state(found: os.stat_result) -> tuple[int, int, int]:
+def state(found: os.stat_result) -> State:
     """What changes when a file is edited or replaced: size, mtime_ns and inode."""
     return found.st_size, found.st_mtime_ns, found.st_ino
 

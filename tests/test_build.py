@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +58,25 @@ def test_an_input_that_changes_under_the_run(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_shard_that_is_edited_before_its_turn_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a base is still being downloaded: half of the result would be of another version."""
+    base = write_pipeline(tmp_path / "base", SIZE, dtype="BF16", experts=True)
+    lora = write_lora(tmp_path / "l.safetensors", SIZE, style="lightning", alpha=2, dtype="F32", seed=1)
+    (later,) = (base / "transformer_2").glob("*.safetensors")
+    finish = Sink.finish
+
+    def late(sink: Sink) -> None:
+        finish(sink)
+        _edited(later)
+
+    monkeypatch.setattr(Sink, "finish", late)
+    with pytest.raises(ChangedError, match=re.escape(str(later))):
+        merge(base, [f"high={lora}", f"low={lora}"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def _a_link_to_the_base(stage: Path, base: Path) -> None:
     stage.rename(stage.with_name("moved"))
     stage.symlink_to(base)
@@ -73,7 +93,8 @@ def test_the_base_stays_whole_where_its_link_takes_the_stages_place(
     base = write_pipeline(tmp_path / "base", SIZE, dtype="BF16")
     lora = write_lora(tmp_path / "l.safetensors", SIZE, style="lightning", alpha=2, dtype="F32", seed=1)
     before = _tree(base)
-    finish, done = Sink.finish, []
+    finish = Sink.finish
+    done: list[Sink] = []
 
     def late(sink: Sink) -> None:
         finish(sink)

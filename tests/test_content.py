@@ -14,13 +14,13 @@ import pytest
 
 from fuselora.content import (
     LoraContent,
-    check_unchanged,
     content_faults,
     read_content,
     zero_notices,
 )
 from fuselora.digest import READ_BYTES, content_sha256
 from fuselora.errors import ChangedError, Fault, ReadError
+from fuselora.header import check_unchanged
 from fuselora.lora.adapter import open_adapter
 from fuselora.marker import decode, encode
 from fuselora.match import Matching, match
@@ -46,6 +46,10 @@ def content(adapter: Adapter, *, digest: bool = True) -> LoraContent:
 
 def opened(folder: Path, *specs: Spec, name: str = "x.safetensors") -> Adapter:
     return open_lora(folder / name, specs)
+
+
+def reopened(adapter: Adapter) -> Adapter:
+    return open_adapter(adapter.location)
 
 
 # Digests
@@ -126,7 +130,7 @@ def test_one_value_anywhere_is_seen(tmp_path: Path) -> None:
         with adapter.location.path.open("r+b") as stream:
             stream.seek(header.data_start + first.start + 4 * at)
             stream.write(struct.pack("<f", value))
-        found = content(adapter)
+        found = content(reopened(adapter))
         assert found.zero == {"y.diff"}
         assert found.nonfinite == (("x.diff",) if math.isnan(value) else ())
 
@@ -142,25 +146,43 @@ def test_a_header_that_changed(tmp_path: Path) -> None:
 
 
 def test_a_file_cut_short(tmp_path: Path) -> None:
-    adapter = opened(tmp_path, *pair(Q))
-    os.truncate(adapter.location.path, adapter.n_bytes - 1)
+    adapter = opened(tmp_path, tensor("a.diff", 1 << 18), tensor("b.diff", 1 << 18))
     last = adapter.tensors[-1].name
+
+    def cut(done: int) -> None:
+        os.truncate(adapter.location.path, adapter.n_bytes - 1)
+
     with pytest.raises(ChangedError, match=rf"x\.safetensors: was cut short while {last}") as caught:
-        content(adapter)
+        read_content(adapter, digest=True, advance=cut)
     assert caught.value.facts == {"path": str(adapter.location.path), "tensor": last}
 
 
 def test_a_file_that_changed_after_it_was_read(tmp_path: Path) -> None:
     adapter = opened(tmp_path, *pair(Q))
-    found = content(adapter)
-    check_unchanged(adapter, found)
     path = adapter.location.path
+    (header,) = adapter.files
+    content(adapter)
+    check_unchanged(header)
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
     with pytest.raises(ChangedError, match=r"x\.safetensors: was changed"):
-        check_unchanged(adapter, found)
+        check_unchanged(header)
     path.unlink()
     with pytest.raises(ReadError, match=r"x\.safetensors: cannot be read"):
-        check_unchanged(adapter, found)
+        check_unchanged(header)
+
+
+def test_an_alpha_edited_between_header_and_data(tmp_path: Path) -> None:
+    """The header stays what it was: the new digest would be recorded for what the old alpha scaled."""
+    adapter = opened(tmp_path, *pair(Q, alpha=8))
+    (header,) = adapter.files
+    alpha = header.by_name()[f"{Q}.alpha"]
+    before = header.path.stat()
+    with header.path.open("r+b") as stream:
+        stream.seek(header.data_start + alpha.start)
+        stream.write(struct.pack("<f", 4.0))
+    os.utime(header.path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    with pytest.raises(ChangedError, match=r"x\.safetensors: was changed"):
+        content(adapter)
 
 
 # Faults
