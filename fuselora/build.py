@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from fuselora.header import check_unchanged
 from fuselora.output import assets, disk, space, staging
 from fuselora.output.index import encode_index
 from fuselora.output.journal import BaseState, Entry, Journal, has_finished, reusable
+from fuselora.reading import real_path
 from fuselora.record import Machine, SideRecord, WeightRecord, marker_document
 from fuselora.side_files import survey
 
@@ -89,10 +89,10 @@ class _Build:
         if rest.root.is_file() or self.plan.request.assets == "skip":
             return ()
         edited = {str(path) for path in self.plan.edited}
-        loras = {os.path.realpath(m.assignment.adapter.location.path) for m in self.plan.matchings}
+        loras = {real_path(m.assignment.adapter.location.path) for m in self.plan.matchings}
 
         def exclude(path: str) -> bool:
-            return path in edited or os.path.realpath(rest.root / path) in loras or not rest.takes_along(path)
+            return path in edited or real_path(rest.root / path) in loras or not rest.takes_along(path)
 
         return survey(rest.root, exclude=exclude)
 

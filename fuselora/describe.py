@@ -31,6 +31,7 @@ from fuselora.lora.scale import BadAlpha, resolve_alpha
 from fuselora.made_for import Names, delta_shape, names_for, target_of, unread_keys
 from fuselora.marker import COMPONENT_KEY, FILE_NAME, FINGERPRINT_KEY, read_marker
 from fuselora.match import plain_name
+from fuselora.reading import real_path
 from fuselora.resolve import resolve_base, resolve_lora
 from fuselora.selection import ADAPTER_CONFIG, ADAPTER_INDEXES, ADAPTER_WEIGHTS, variants
 from fuselora.serving_notes import notes_of
@@ -376,4 +377,4 @@ def _loras_in(marker: Marker, home: Path, path: Path) -> tuple[LoraRecord, ...]:
 
 def _real(path: Path) -> Path:
     """Absolute, and without ``..``; a file that is a link stays where it lies."""
-    return path.parent.resolve() / path.name if path.name not in ("", "..") else path.resolve()
+    return real_path(path.parent) / path.name if path.name not in ("", "..") else real_path(path)

@@ -37,6 +37,11 @@ def reading(path: Path) -> Iterator[None]:
         ) from error
 
 
+def real_path(path: Path) -> Path:
+    """Absolute, links followed as far as they lead; to ``Path.resolve`` a circle is an error before 3.13."""
+    return Path(os.path.realpath(path))
+
+
 def is_regular(path: Path) -> bool:
     """Whether it may be opened: a FIFO waits for a writer, a device has no end. Raises ``OSError``."""
     return stat.S_ISREG(path.stat().st_mode)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fuselora.engine.sink import Sink
-from fuselora.errors import ChangedError, FuseloraError, OutputError, ReadError
+from fuselora.errors import ChangedError, CheckpointError, FuseloraError, OutputError, ReadError
 from fuselora.pipeline import merge
 from fuselora.synth import tiny, write_file, write_lora, write_pipeline
 
@@ -74,6 +74,15 @@ def test_a_shard_that_is_edited_before_its_turn_comes(
     monkeypatch.setattr(Sink, "finish", late)
     with pytest.raises(ChangedError, match=re.escape(str(later))):
         merge(base, [f"high={lora}", f"low={lora}"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_link_of_the_base_that_leads_in_a_circle(tmp_path: Path) -> None:
+    base = write_pipeline(tmp_path / "base", SIZE, dtype="BF16")
+    lora = write_lora(tmp_path / "l.safetensors", SIZE, style="lightning", alpha=2, dtype="F32", seed=1)
+    (base / "vae" / "circle").symlink_to("circle")
+    with pytest.raises(CheckpointError, match="vae/circle is a link"):
+        merge(base, [lora], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -32,7 +32,7 @@ from fuselora.marker import (
     Marker,
     read_marker,
 )
-from fuselora.reading import reading
+from fuselora.reading import reading, real_path
 from fuselora.selection import adapter_weights
 from fuselora.shards import open_files
 
@@ -163,7 +163,7 @@ def _unmarked(folder: Path, finding: Finding, loras: Iterable[Path]) -> CheckRep
 def _marker_home(folder: Path, shard: Path) -> Path | None:
     """The folder of a shard, or the one around it, that has a marker; links to that folder are followed."""
     part = shard.parent
-    around = [part, part.parent, folder.absolute().parent, part.resolve(), part.resolve().parent]
+    around = [part, part.parent, folder.absolute().parent, real_path(part), real_path(part).parent]
     return next((home for home in around if (home / FILE_NAME).is_file()), None)
 
 
@@ -263,16 +263,16 @@ def _presence_findings(folder: Path, record: FileRecord) -> Iterator[Finding]:
 
 
 def _link_findings(folder: Path, path: str) -> Iterator[Finding]:
-    real = (folder / path).resolve()
+    real = real_path(folder / path)
     if not any(real.is_relative_to(root) for root in _roots(folder)):
         yield Finding("outside", path, "is a link that leaves the folder")
 
 
 def _roots(folder: Path) -> list[Path]:
     """Where listed files may lie: in the folder, or in the blobs of the Hub cache that it is part of."""
-    real = folder.resolve()
+    real = real_path(folder)
     snapshots = (parent for parent in real.parents if parent.name == "snapshots")
-    return [real, *((parent.parent / "blobs").resolve() for parent in snapshots)]
+    return [real, *(real_path(parent.parent / "blobs") for parent in snapshots)]
 
 
 def _header_findings(folder: Path, marker: Marker, component: str, record: FileRecord) -> Iterator[Finding]:

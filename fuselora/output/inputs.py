@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fuselora.errors import OutputError
+from fuselora.reading import real_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,7 +84,7 @@ def _folders(path: Path) -> set[Identity]:
 
 def _lineage(path: Path) -> set[Identity]:
     """``path`` and all folders it lies in, as spelled and with its links followed."""
-    spelled, real = path.absolute(), path.resolve()
+    spelled, real = path.absolute(), real_path(path)
     found = (_identity(at) for at in (spelled, *spelled.parents, real, *real.parents))
     return {identity for identity in found if identity is not None}
 
