@@ -74,6 +74,10 @@ class Component:
     def weight_path(self, shard: Header) -> PurePosixPath:
         return self.folder / shard.path.name
 
+    def weight_paths(self) -> dict[str, PurePosixPath]:
+        """The file of each tensor, relative to the base."""
+        return {tensor.name: self.weight_path(shard) for shard in self.shards for tensor in shard.tensors}
+
     @property
     def is_fused(self) -> bool:
         return any(FINGERPRINT_KEY in shard.metadata for shard in self.shards)

@@ -29,7 +29,7 @@ from fuselora.plural import many
 from fuselora.widening import widening_faults, widening_notices
 
 if TYPE_CHECKING:
-    from fuselora.checkpoint import Checkpoint, Component
+    from fuselora.checkpoint import Checkpoint
     from fuselora.families import Family
     from fuselora.lora.adapter import Adapter
     from fuselora.specs import AlphaSpec, Request
@@ -348,13 +348,13 @@ def _dtype_faults(matching: Matching) -> Iterator[Fault]:
 def _quantised_faults(matching: Matching) -> Iterator[Fault]:
     """Targets that are packed or fp8: adding to them as if they were plain would write garbage."""
     component = matching.assignment.component
-    tensors = component.tensors()
+    tensors, places = component.tensors(), component.weight_paths()
     for base_key in dict.fromkeys(hit.base_key for hit in matching.hits):
         dtype = tensors[base_key].dtype
         packed = any(f"{stem}.{s}" in tensors for stem in _stems(base_key) for s in QUANTISED_SIBLINGS)
         if dtype not in FUSABLE or packed:
             what = UNFUSABLE.get(dtype, "fp8" if dtype.startswith("F8") else "quantised")
-            yield _quantised(component, base_key, dtype, what)
+            yield _quantised(str(places[base_key]), base_key, dtype, what)
 
 
 def _packed_faults(matching: Matching, checkpoint: Checkpoint) -> Iterator[Fault]:
@@ -363,19 +363,20 @@ def _packed_faults(matching: Matching, checkpoint: Checkpoint) -> Iterator[Fault
     if not matching.unmatched:
         return
     table = name_table(component, checkpoint.family, checkpoint.layout)
+    tensors, places = component.tensors(), component.weight_paths()
     for miss in matching.unmatched:
         readings = [(s, leaf) for s in spellings(miss.module.name) for leaf in PACKED_LEAVES]
         found = [homes for reading in readings for homes in table.find(*reading).values()]
         if found:
             key = found[0][0].places[0].base_key
-            yield _quantised(component, key, component.tensors()[key].dtype, "quantised")
+            yield _quantised(str(places[key]), key, tensors[key].dtype, "quantised")
 
 
-def _quantised(component: Component, base_key: str, dtype: str, what: str) -> Fault:
+def _quantised(path: str, base_key: str, dtype: str, what: str) -> Fault:
     text = f"{base_key} is {dtype}: fusing into a {what} base is not supported yet"
     then = "" if what in UNFUSABLE.values() else " and quantise the result"
     hint = f"Fuse into the bfloat16 or float32 base{then}."
-    return Fault("quantised", text, path=component.name, key=base_key, hint=hint)
+    return Fault("quantised", text, path=path, key=base_key, hint=hint)
 
 
 def _stems(base_key: str) -> tuple[str, str]:

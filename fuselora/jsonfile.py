@@ -11,7 +11,7 @@ from fuselora.reading import is_regular, start_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-MAX_BYTES = 100_000_000  # as many names as a safetensors header can hold
+MAX_BYTES = 32 << 20  # an index of 250,000 tensors needs less
 MAX_VALUES = 1_000_000  # of up to some 200 bytes each, once they are read
 MAX_DEPTH = 64  # what is deeper may be read, and then not be compared, shown or written
 

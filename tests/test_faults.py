@@ -303,7 +303,7 @@ def test_factors_that_are_no_floats(tmp_path: Path) -> None:
 def test_targets_that_cannot_be_added_to(tmp_path: Path, dtype: str, what: str) -> None:
     base = [tensor(f"{Q}.weight", 4, 4, dtype=dtype), tensor(f"{K}.weight", 4, 4)]
     fault = only(on(tmp_path, base, [*pair(Q), *pair(K)]).faults)
-    assert (fault.kind, fault.key, fault.path) == ("quantised", f"{Q}.weight", "transformer")
+    assert (fault.kind, fault.key, fault.path) == ("quantised", f"{Q}.weight", "base.safetensors")
     assert f"{dtype}: fusing into a {what} base" in fault.message
 
 
