@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fuselora.jsonfile import MAX_BYTES
 from fuselora.synth import tiny, write_lora, write_pipeline
 from tests.cases.builders import COMMAND
 from tests.hostile.files import FILES, named
@@ -167,6 +168,7 @@ TEXTS = {
     "a file that is absent": json.dumps({"weight_map": {"a": "absent.safetensors"}}),
     "nothing": "",
     "a NUL": json.dumps({"weight_map": {"a": "a\0b.safetensors"}}),
+    "too long": "{" + " " * MAX_BYTES + "}",
 }
 
 
