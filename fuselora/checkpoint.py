@@ -156,10 +156,7 @@ def open_checkpoint(
         container, components, pipeline_class = _components(root, variant)
     marker = _marker_of(root)
     with reading(root):
-        asked = {*text_encoders, *(marker.components if marker else ())} & MEANINGS.keys()
-        configs = _encoder_configs(root) if asked else {}
-        meant = {encoders_meant(name, configs) for name in asked}
-        encoders = [_encoder(root, name, configs[name], variant) for name in configs if (name,) in meant]
+        configs, encoders = _encoders(root, (*text_encoders, *(marker.components if marker else ())), variant)
     for component in (*components, *encoders):
         _refuse_unrecordable(root, component)
     family = _family(components)
@@ -179,6 +176,16 @@ def open_checkpoint(
         encoders=configs,
         row_order=_row_order(family, known, names, said=layout is not None),
     )
+
+
+def _encoders(
+    root: Path, asked: Collection[str], variant: str | None
+) -> tuple[dict[str, Config], list[Component]]:
+    """The configurations of all text encoders, if any is asked for, and those that the names asked mean."""
+    names = MEANINGS.keys() & set(asked)
+    configs = _encoder_configs(root) if names else {}
+    meant = {encoders_meant(name, configs) for name in names}
+    return configs, [_encoder(root, name, configs[name], variant) for name in configs if (name,) in meant]
 
 
 def _row_order(

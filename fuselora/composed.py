@@ -58,4 +58,4 @@ def _meets(given: Sequence[Given]) -> bool:
 
 def _multiplies(hit: Hit) -> bool:
     """Whether it is a rotation or a factor; a replacement has nothing of the base's weight in it."""
-    return hit.kind.moves and hit.kind.counted != "replace"
+    return hit.kind.moves and not hit.kind.replaces

@@ -11,7 +11,7 @@ from fuselora import synth
 from fuselora.errors import OutputError
 from fuselora.marker import read_marker
 from fuselora.pipeline import FuseReport, merge
-from fuselora.resources import current_folder
+from fuselora.resources import require_current_folder
 from fuselora.verify import verify
 from fuselora.verify_report import VerifyReport
 
@@ -44,7 +44,7 @@ class Demo:
 
 def run_demo(folder: Path, progress: Progress) -> Demo:
     """Make, merge and verify in ``folder``, which must be absent, empty, or an earlier demo's."""
-    current_folder()
+    require_current_folder()
     _refuse_foreign(folder)
     size = synth.tiny("wan2.2-t2v-a14b")
     base = synth.write_pipeline(folder / BASE, size, experts=True, dtype="F32", shard_bytes=SHARD_BYTES)

@@ -265,7 +265,7 @@ def _full_factor_notices(matching: Matching) -> Iterator[Notice]:
 def _replacement_notices(matching: Matching) -> Iterator[Notice]:
     """Whole weights at another strength than 1 are no longer the trained ones."""
     name, strength = matching.assignment.adapter.name, matching.assignment.strength
-    mixed = [h for h in matching.hits if h.kind.counted == "replace" and h.scale(strength) not in (0, 1)]
+    mixed = [h for h in matching.hits if h.kind.replaces and h.scale(strength) not in (0, 1)]
     if mixed:
         at = ", ".join(f"{scale:g}" for scale in sorted({hit.scale(strength) for hit in mixed}))
         text = f"{name}: {len(mixed)} replacements at strength {at}: W + strength * (replacement - W)"

@@ -90,6 +90,11 @@ def bytes_by_dtype(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
     return dict(totals.most_common())
 
 
+def dtypes_of(tensors: Iterable[TensorInfo]) -> dict[str, int]:
+    """Bytes by dtype, as torch calls it, the most first."""
+    return bytes_by_dtype((dtype_name(tensor.dtype), tensor.n_bytes) for tensor in tensors)
+
+
 def read_header(path: Path) -> Header:
     """The checked header of ``path``.
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
-from fuselora.description import Target
 from fuselora.families.recognition import families_named, families_of
 from fuselora.kinds import BadParts, Kind
 from fuselora.lora.grammar import UNFUSED, parse_key, spellings
-from fuselora.targets import key_owners
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -105,34 +102,6 @@ def _readings(adapter: Adapter) -> Iterator[str]:
     return (spellings(name)[-1].name for name in (*modules, *unread))
 
 
-def target_of(adapter: Adapter) -> Target:
-    """What ``inspect`` says of a LoRA."""
-    found = candidates(adapter)
-    if not found:
-        return Target(trained_on=adapter.trained_on)
-    first, *others = found
-    family, kin = first.family, first.kin
-    deltas = Names(family).deltas(adapter)
-    canonical = family.canonical_shapes(deltas)
-    models = partial(_models, n_experts=2 if "transformer_2" in key_owners(adapter) else 1)
-    parts = {rule.reason: models(family.kin_but_for(rule, canonical)) for rule in family.skips}
-    sizes = {measure.name: tuple(sorted(measure.of(canonical))) for measure in family.measures}
-    n_blocks = {one.blocks for one in kin}
-    return Target(
-        family=family.name,
-        families=tuple(one.family.name for one in found if one.rank == first.rank),
-        layout=family.layout_of(deltas),
-        models=models(kin),
-        also={reason: found for reason, found in parts.items() if found},
-        others={one.family.name: models(one.kin) for one in others if one.kin},
-        sizes={name: found for name, found in sizes.items() if found},
-        branches={branch.name: branch.is_in(canonical) for branch in family.branches},
-        blocks=tuple(sorted(family.block_numbers(canonical))),
-        n_blocks=n_blocks.pop() if len(n_blocks) == 1 else None,
-        trained_on=adapter.trained_on,
-    )
-
-
 # Beside a base ---------------------------------------------------------------------------------------
 
 
@@ -185,7 +154,7 @@ def made_for(adapter: Adapter, checkpoint: Checkpoint) -> str:
     if origin := other_family(adapter, checkpoint):
         base = checkpoint.family.name if checkpoint.family else "of no known family"
         return f"The LoRA is for {origin.named}, {origin.evidence}; the base is {base}. "
-    models = [model for one in candidates(adapter) for model in _models(one.kin, 1)]
+    models = [model for one in candidates(adapter) for model in models_named(one.kin, 1)]
     if not models or not {_bare(model) for model in checkpoint.models}.isdisjoint(map(_bare, models)):
         return ""
     base = f", and the base is {' or '.join(checkpoint.models)}" if checkpoint.models else ""
@@ -195,7 +164,7 @@ def made_for(adapter: Adapter, checkpoint: Checkpoint) -> str:
 def _origin(found: Sequence[Candidate], evidence: str) -> Origin | None:
     if not found:
         return None
-    models = tuple(_models(one.kin, 1) for one in found)
+    models = tuple(models_named(one.kin, 1) for one in found)
     return Origin(tuple(one.family.name for one in found), models, evidence)
 
 
@@ -236,5 +205,6 @@ def _bare(model: str) -> str:
     return model.partition(" (")[0]
 
 
-def _models(kin: Iterable[Kin], n_experts: int) -> tuple[str, ...]:
+def models_named(kin: Iterable[Kin], n_experts: int) -> tuple[str, ...]:
+    """As they are published, of those with so many experts."""
     return tuple(model for one in kin for model in one.named(n_experts))

@@ -16,9 +16,9 @@ from fuselora.text_encoders import CONNECTOR_NAMES, CONNECTORS
 if TYPE_CHECKING:
     from fuselora.checkpoint import Component
     from fuselora.families import Family, Layout
-    from fuselora.families.family import Spelling
+    from fuselora.families.family import LayoutTensor
     from fuselora.families.pattern import Shapes
-    from fuselora.lora.grammar import Spelling as Reading
+    from fuselora.lora.grammar import Spelling
 
 Shape = tuple[int, ...]
 # transformers has had CLIPTextModel with and without text_model, Qwen with and without language_model
@@ -78,7 +78,7 @@ class NameTable:
     def flat_bare(self) -> FlatHomes:
         return _by(lambda name: _flat_name(without_levels(name)), self.dotted[OWN]) if self.levels else {}
 
-    def find(self, reading: Reading, leaf: str) -> dict[Layout, tuple[Home, ...]]:
+    def find(self, reading: Spelling, leaf: str) -> dict[Layout, tuple[Home, ...]]:
         """What is called this, by the layouts that call it so."""
         name = (flatten(reading.name) if reading.flat else reading.name) + leaf
         found, other = self._called(name, flat=reading.flat), _of_norm(name)
@@ -92,11 +92,11 @@ class NameTable:
             return {layout: homes[name] for layout, homes in self.flat.items() if name in homes}
         return {layout: (homes[name],) for layout, homes in self.dotted.items() if name in homes}
 
-    def unfit(self, reading: Reading, leaf: str) -> str | None:
+    def unfit(self, reading: Spelling, leaf: str) -> str | None:
         """What is wrong with the base's own tensors for one of this name to be found in them."""
         return self.pieces.unfit_for(reading, leaf) if self.pieces else None
 
-    def find_bare(self, reading: Reading, leaf: str) -> tuple[Home, ...]:
+    def find_bare(self, reading: Spelling, leaf: str) -> tuple[Home, ...]:
         """What is called this but for levels that only one of the two has."""
         name = without_levels(reading.name)
         if reading.flat:
@@ -188,7 +188,7 @@ class Pieces:
         base = {component.prefix + name: shape for name, shape in held.items()}
         return cls(family, base, shapes, places, odd, uneven)
 
-    def unfit_for(self, reading: Reading, leaf: str) -> str | None:
+    def unfit_for(self, reading: Spelling, leaf: str) -> str | None:
         """Why a tensor that the base splits otherwise is not found in it, where the base is at fault."""
         name = self.family.dotted(flatten(reading.name)) if reading.flat else reading.name
         for layout in self.family.all_layouts if name else ():
@@ -201,7 +201,7 @@ class Pieces:
                 return f"the base's tensors do not make one {name}: {listed}"
         return None
 
-    def home(self, spelled: Spelling) -> Home:
+    def home(self, spelled: LayoutTensor) -> Home:
         """The base's rows that a tensor of another layout is made of."""
         if self._is_whole(spelled):
             return Home((Place(self.places[spelled.pieces[0].name][0]),), spelled.shape)
@@ -214,7 +214,7 @@ class Pieces:
         places = (Place(key, self._rows(key, joined(runs), spelled.shape)) for key, runs in found.items())
         return Home(tuple(places), spelled.shape)
 
-    def _is_whole(self, spelled: Spelling) -> bool:
+    def _is_whole(self, spelled: LayoutTensor) -> bool:
         """Whether it is one tensor of the base, as it is there."""
         piece, *others = spelled.pieces
         return not others and not piece.runs and not self.places[piece.name][1]

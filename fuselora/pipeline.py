@@ -20,7 +20,7 @@ from fuselora.output import staging
 from fuselora.planning import FusePlan, build_plan
 from fuselora.progress import Progress, Silent
 from fuselora.resolve import resolve_base, resolve_lora, resolve_skeleton
-from fuselora.resources import current_folder
+from fuselora.resources import require_current_folder
 from fuselora.serving_notes import serving_notes
 from fuselora.skeleton import Skeleton, open_skeleton
 from fuselora.skeleton_faults import skeleton_faults
@@ -128,7 +128,7 @@ def request(
 def plan_request(asked: Request, progress: Progress) -> FusePlan:
     """Everything up to the plan; nothing is written."""
     if asked.content:
-        current_folder()
+        require_current_folder()
     matched = _matched(asked, headers_only=not asked.content)
     contents = _contents(matched, asked, progress) if asked.content else None
     return _planned(matched, contents, asked)
@@ -147,7 +147,7 @@ def estimate_plan(planned: FusePlan) -> Estimate:
 
 def merge_request(asked: Request, progress: Progress) -> FuseReport:
     """The whole run."""
-    current_folder()
+    require_current_folder()
     from fuselora.build import build
 
     started, fixed = time.monotonic(), _fixed_time()

@@ -42,6 +42,11 @@ def real_path(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
+def named_path(path: Path) -> Path:
+    """Absolute, and without ``..``; a file or folder that is a link stays where it lies."""
+    return real_path(path.parent) / path.name if path.name not in ("", "..") else real_path(path)
+
+
 def is_regular(path: Path) -> bool:
     """Whether it may be opened: a FIFO waits for a writer, a device has no end. Raises ``OSError``."""
     return stat.S_ISREG(path.stat().st_mode)

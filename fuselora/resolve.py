@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from fuselora.errors import InputError, UsageError
 from fuselora.filenames import is_weight_file
 from fuselora.hub import fetch_base, fetch_lora, fetch_skeleton
-from fuselora.reading import real_path
+from fuselora.reading import named_path
 from fuselora.selection import ADAPTER_CONFIG, CONFIGURED, adapter_weights
 from fuselora.specs import (
     COMPONENTS,
@@ -163,8 +163,7 @@ def _snapshot(path: Path) -> BaseLocation | None:
 
 
 def _utf8_name(path: Path) -> str:
-    name = real_path(path).name if path.name in ("", "..") else path.name
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    return named_path(path).name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def _missing(text: str, hints: Sequence[str]) -> InputError:

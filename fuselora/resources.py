@@ -62,7 +62,7 @@ def _chain(error: BaseException | None) -> Iterator[str]:
         error = error.__cause__ or error.__context__
 
 
-def current_folder() -> None:
+def require_current_folder() -> None:
     """Raises ``ResourceError`` where it was removed: torch's libraries would end the process then."""
     try:
         os.getcwd()  # noqa: PTH109 - nothing but whether it is there

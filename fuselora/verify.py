@@ -26,7 +26,7 @@ from fuselora.marker import FILE_NAME, ComponentRecord, LoraRecord, Marker, read
 from fuselora.progress import Progress, Silent
 from fuselora.recorded import Delta, Finding, additions
 from fuselora.resolve import LoraLocation, resolve_base, resolve_lora, resolve_skeleton
-from fuselora.resources import current_folder
+from fuselora.resources import require_current_folder
 from fuselora.selection import variants
 from fuselora.specs import LoraSpec, plain_loras
 from fuselora.verify_report import VerifyReport
@@ -58,35 +58,16 @@ def verify(
     diffusers load every component as well.
     """
     out, progress = Path(out), progress or Silent()
-    if base is None and (loras or skeleton is not None):
-        what = "LoRA files were" if loras else "a skeleton was"
-        raise UsageError(f"{what} given and no base", hint="Give the base too: --base BASE.")
-    if skeleton is not None:
-        _refuse_needless_skeleton(out)
+    specs = _specs(out, base, loras, skeleton)
     if base is not None or load:
-        current_folder()
-    specs = [spec for lora in loras for spec in plain_loras(str(lora), why=PLAIN)]
+        require_current_folder()
     checked = _checked(out, progress)
-    findings = [
-        Finding(f.code, f.path, None, NO_DIGESTS if f.code == "no-digests" else f.message)
-        for f in checked.findings
-        if base is None or f.code != "no-digests"
-    ]
+    findings = _said(checked, recomputed=base is not None)
     components: list[ComponentReport] = []
     not_compared: tuple[str, ...] = ()
     loaded: list[Loaded] = []
     if checked.marker is not None and base is not None:
-        variant = next(iter(variants(file.path for file in checked.marker.weight_files)), None)
-        converted = checked.marker.layout is not None
-        at = resolve_base(str(base), revision=revision, variant=variant, model_only=converted)
-        checkpoint = open_checkpoint(
-            at.path,
-            source=at.source,
-            revision=at.revision,
-            variant=variant,
-            text_encoders=checked.marker.components.keys(),
-        )
-        checkpoint = replace(checkpoint, layout=_layout(checked.marker, checkpoint))
+        checkpoint = _base_of(checked.marker, str(base), revision)
         rest = _rest(checked.marker, checkpoint, skeleton)
         components, found = _recomputed(out, checked.marker, checkpoint, specs, rest, progress)
         findings += found
@@ -98,6 +79,41 @@ def verify(
         findings += found
     n_digests = _n_digests(checked)
     return VerifyReport(tuple(findings), tuple(components), n_digests, not_compared, tuple(loaded))
+
+
+def _specs(
+    out: Path, base: str | Path | None, loras: Sequence[str | Path], skeleton: str | Path | None
+) -> list[LoraSpec]:
+    """The LoRAs as they were given; what makes no sense together is refused."""
+    if base is None and (loras or skeleton is not None):
+        what = "LoRA files were" if loras else "a skeleton was"
+        raise UsageError(f"{what} given and no base", hint="Give the base too: --base BASE.")
+    if skeleton is not None:
+        _refuse_needless_skeleton(out)
+    return [spec for lora in loras for spec in plain_loras(str(lora), why=PLAIN)]
+
+
+def _said(checked: CheckReport, *, recomputed: bool) -> list[Finding]:
+    """What ``check`` found; digests that are not there are no fault where all is recomputed."""
+    return [
+        Finding(f.code, f.path, None, NO_DIGESTS if f.code == "no-digests" else f.message)
+        for f in checked.findings
+        if not (recomputed and f.code == "no-digests")
+    ]
+
+
+def _base_of(marker: Marker, base: str, revision: str | None) -> Checkpoint:
+    """The base that the folder says it was made from, opened as it was then."""
+    variant = next(iter(variants(file.path for file in marker.weight_files)), None)
+    at = resolve_base(base, revision=revision, variant=variant, model_only=marker.layout is not None)
+    checkpoint = open_checkpoint(
+        at.path,
+        source=at.source,
+        revision=at.revision,
+        variant=variant,
+        text_encoders=marker.components.keys(),
+    )
+    return replace(checkpoint, layout=_layout(marker, checkpoint))
 
 
 def _layout(marker: Marker, base: Checkpoint) -> Layout | None:

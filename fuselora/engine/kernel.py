@@ -17,7 +17,7 @@ from fuselora.delta.sums import FLOAT64 as FLOAT64_SUMS
 from fuselora.delta.sums import Sums
 from fuselora.engine.factors import CPU, Read, read_joined
 from fuselora.engine.settings import exact_settings
-from fuselora.engine.tiny import is_base_sound, is_pair_sound
+from fuselora.engine.subnormals import is_base_sound, is_pair_sound
 from fuselora.errors import NumericError
 from fuselora.families.runs import Run, meeting
 from fuselora.steps import UNIT_ROWS, Fuse

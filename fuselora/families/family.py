@@ -99,7 +99,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Spelling:
+class LayoutTensor:
     """A tensor as a layout spells it, and the canonical ones that it is made of."""
 
     name: str
@@ -331,17 +331,17 @@ class Family:
             for ours, size, rows in zip(spelled.ours, sizes, runs, strict=True)
         )
 
-    def spellings(self, canonical: Shapes, layout: Layout) -> Iterator[Spelling]:
+    def spellings(self, canonical: Shapes, layout: Layout) -> Iterator[LayoutTensor]:
         """Every tensor of ``layout`` that can be made of canonical ones of these names and shapes."""
         if layout == self.canonical:
-            yield from (Spelling(n, shape, (Piece(n, shape, ()),)) for n, shape in canonical.items())
+            yield from (LayoutTensor(n, shape, (Piece(n, shape, ()),)) for n, shape in canonical.items())
             return
         for name, shape in canonical.items():
             found = _by_name(self.layouts[layout].of_ours, name)
             if found is None:
-                yield Spelling(name, shape, (Piece(name, shape, ()),))
+                yield LayoutTensor(name, shape, (Piece(name, shape, ()),))
             elif found[0].row.is_plain:
-                yield Spelling(found[0].theirs + found[1], shape, (Piece(name, shape, ()),))
+                yield LayoutTensor(found[0].theirs + found[1], shape, (Piece(name, shape, ()),))
             elif found[0].part == 0 and (spelling := _assembled(*found, canonical)):
                 yield spelling
 
@@ -441,7 +441,7 @@ def _by_name(find: Callable[[str, str], Spelled | None], name: str) -> tuple[Spe
     return (found, leaf) if found else None
 
 
-def _assembled(found: Spelled, leaf: str, canonical: Shapes) -> Spelling | None:
+def _assembled(found: Spelled, leaf: str, canonical: Shapes) -> LayoutTensor | None:
     """The tensor of another layout that is made of several, or of one in another order; None if one lacks."""
     names = [ours + leaf for ours in found.ours]
     shapes = [canonical[name] for name in names if name in canonical]
@@ -453,7 +453,7 @@ def _assembled(found: Spelled, leaf: str, canonical: Shapes) -> Spelling | None:
     except ValueError:
         return None
     whole = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-    return Spelling(found.theirs + leaf, whole, tuple(map(Piece, names, shapes, runs)))
+    return LayoutTensor(found.theirs + leaf, whole, tuple(map(Piece, names, shapes, runs)))
 
 
 def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:

@@ -138,6 +138,11 @@ class Kind:
         return self.rank is not no_rank
 
     @property
+    def replaces(self) -> bool:
+        """Whether its part takes the tensor's place, so that nothing of the base's values counts."""
+        return self.counted == "replace"
+
+    @property
     def uses_alpha(self) -> bool:
         """Whether an alpha in its module has a meaning."""
         return self.scaled or self.takes_alpha

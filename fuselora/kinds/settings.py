@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fuselora.bounded_regex import BadPattern, whole
 from fuselora.escape import short
-from fuselora.patterns import BadPattern, whole
 
 MAX_TERMS = 64  # the series has converged long before, or never does
 # peft's Cayley-Neumann series is another one since then, and no version was written before

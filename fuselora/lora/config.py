@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fuselora.bounded_regex import BadPattern, tail_of
 from fuselora.escape import short
 from fuselora.jsonfile import object_in
 from fuselora.lora.scale import BadAlpha, finite
-from fuselora.patterns import BadPattern, tail_of
 from fuselora.text_encoders import TEXT_ENCODERS
 
 METADATA_KEYS = ("transformer.lora_alpha", "lora_alpha", "alpha", "ss_network_alpha")

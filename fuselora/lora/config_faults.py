@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fuselora.bounded_regex import BadPattern, whole
 from fuselora.errors import Fault
 from fuselora.escape import short
 from fuselora.kinds.kind import MAGNITUDES
@@ -17,7 +18,6 @@ from fuselora.kinds.settings import owner
 from fuselora.lora.config import Document, config_of, network_of, peft_type
 from fuselora.lora.grammar import spellings
 from fuselora.lora.scale import BadAlpha
-from fuselora.patterns import BadPattern, whole
 from fuselora.plural import many
 
 if TYPE_CHECKING:

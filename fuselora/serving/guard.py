@@ -16,7 +16,7 @@ from fuselora.errors import AlreadyFused, InputError, MarkerError
 from fuselora.escape import one_line, short
 from fuselora.header import read_header
 from fuselora.marker import FILE_NAME, FINGERPRINT_KEY, LoraRecord, Marker, read_marker
-from fuselora.reading import real_path
+from fuselora.reading import named_path, real_path
 
 Policy = Literal["distill_lora", "dynamic_lora"]
 DEFAULTS: Mapping[Policy, str] = {"distill_lora": "refuse", "dynamic_lora": "allow"}
@@ -128,9 +128,7 @@ def _marker_of(part: Path) -> Marker | None:
 
 def _around(path: Path) -> Marker | None:
     """The marker of the folder that ``path`` lies in, by its name or where its links lead, if it lists it."""
-    real = real_path(path)
-    named = real_path(path.parent) / path.name if path.name not in ("", "..") else real
-    for place in dict.fromkeys((named, real)):
+    for place in dict.fromkeys((named_path(path), real_path(path))):
         marker = _trusted(place.parent, path)
         if marker and any(_within(place.name, record.path) for record in marker.weight_files):
             return marker

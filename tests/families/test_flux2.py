@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fuselora.describe_lora import target_of
 from fuselora.families.flux2 import FLUX2
-from fuselora.made_for import target_of
 from fuselora.pipeline import plan
 from tests import listings, small
 from tests.families.flux_bases import (

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fuselora.engine.tiny import ENOUGH, is_base_sound, is_pair_sound, smallest
+from fuselora.engine.subnormals import ENOUGH, is_base_sound, is_pair_sound, smallest
 
 
 def bf16(*values: float) -> torch.Tensor:

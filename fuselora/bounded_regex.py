@@ -121,6 +121,10 @@ class _Program:
         self.steps.append(step)
         return len(self.steps) - 1
 
+    def later(self) -> int:
+        """The number of a step that is put in once it is known where it leads."""
+        return self.add(_Fork(()))
+
     def takes(self, text: str) -> bool:
         """Whether the whole of ``text`` is taken."""
         run = _Run(self, text)
@@ -298,11 +302,11 @@ def _all_of(parts: list[Emit]) -> Emit:
 
 def _one_of(branches: list[Emit]) -> Emit:
     def emit(program: _Program) -> None:
-        fork, begins, ends = program.add(_End()), [], []
+        fork, begins, ends = program.later(), [], []
         for branch in branches:
             begins.append(len(program.steps))
             branch(program)
-            ends.append(program.add(_End()))
+            ends.append(program.later())
         program.steps[fork] = _Fork(tuple(begins))
         for end in ends:
             program.steps[end] = _Fork((len(program.steps),))
@@ -316,14 +320,14 @@ def _times(part: Emit, low: int, high: int | None) -> Emit:
             program.add(_Fork((len(program.steps) + 1,)))  # so that repeating nothing ends, too
             part(program)
         if high is None:
-            fork = program.add(_End())
+            fork = program.later()
             part(program)
             program.add(_Fork((fork,)))
             program.steps[fork] = _Fork((fork + 1, len(program.steps)))
             return
         forks = []
         for _ in range(high - low):
-            forks.append(program.add(_End()))
+            forks.append(program.later())
             part(program)
         for fork in forks:
             program.steps[fork] = _Fork((fork + 1, len(program.steps)))
@@ -333,7 +337,7 @@ def _times(part: Emit, low: int, high: int | None) -> Emit:
 
 def _looking(inner: Emit, *, wanted: bool) -> Emit:
     def emit(program: _Program) -> None:
-        look = program.add(_End())
+        look = program.later()
         inner(program)
         program.add(_End())
         program.steps[look] = _Look(wanted, len(program.steps))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuselora.patterns import MAX_CHARS, BadPattern, tail_of, whole
+from fuselora.bounded_regex import MAX_CHARS, BadPattern, tail_of, whole
 
 ATOMS = st.sampled_from(["a", "b", r"\.", ".", r"\d", "[ab]", "[^a]", r"\w", r"\b", "^", "$", "to_q"])
 REPEATS = st.sampled_from(["", "", "", "*", "+", "?", "{2}", "{1,2}", "{,2}", "{2,}", "*?", "+?"])
