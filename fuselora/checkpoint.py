@@ -6,7 +6,7 @@ The index of a component is authoritative. Only headers and small JSON files are
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal, NoReturn
@@ -17,6 +17,7 @@ from fuselora.families.recognition import families_of, family_of
 from fuselora.fields import NOT_IN_PATHS
 from fuselora.filenames import is_loadable, is_model_file
 from fuselora.header import Header, TensorInfo, read_header
+from fuselora.inner_encoders import InnerEncoder, inner_encoders
 from fuselora.jsonfile import read_json
 from fuselora.marker import FINGERPRINT_KEY, Marker, read_marker
 from fuselora.reading import reading
@@ -45,7 +46,7 @@ class Component:
 
     ``prefix`` is what stands before the model's own names in every key (``model.diffusion_model.``
     in single files that hold more than the model). ``strays`` are weight files that the index does
-    not name; they are neither read nor copied.
+    not name; they are neither read nor copied. ``inner`` are the text encoders that lie in the same file.
     """
 
     name: str
@@ -57,19 +58,20 @@ class Component:
     config: Mapping[str, object]
     prefix: str
     strays: tuple[str, ...] = ()
+    inner: tuple[InnerEncoder, ...] = ()
 
     def tensors(self) -> dict[str, TensorInfo]:
         return {tensor.name: tensor for shard in self.shards for tensor in shard.tensors}
 
+    def model_tensors(self) -> Iterator[TensorInfo]:
+        """Those under the prefix: what else a single file holds is not the model's."""
+        found = (tensor for shard in self.shards for tensor in shard.tensors)
+        return (tensor for tensor in found if tensor.name.startswith(self.prefix))
+
     def model_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes by the model's own names, the prefix off; tensors outside the prefix are left out."""
+        """The model's shapes by its own names, the prefix off."""
         start = len(self.prefix)
-        return {
-            tensor.name[start:]: tensor.shape
-            for shard in self.shards
-            for tensor in shard.tensors
-            if tensor.name.startswith(self.prefix)
-        }
+        return {tensor.name[start:]: tensor.shape for tensor in self.model_tensors()}
 
     def weight_path(self, shard: Header) -> PurePosixPath:
         return self.folder / shard.path.name
@@ -81,6 +83,11 @@ class Component:
     @property
     def is_fused(self) -> bool:
         return any(FINGERPRINT_KEY in shard.metadata for shard in self.shards)
+
+    def encoders_inside(self, name: str | None) -> tuple[InnerEncoder, ...]:
+        """The text encoders in its own files that a name in keys can mean."""
+        meant = encoders_meant(name, {one.name: one.config for one in self.inner}) if name else ()
+        return tuple(one for one in self.inner if one.name in meant)
 
     @property
     def is_text_encoder(self) -> bool:
@@ -278,7 +285,17 @@ def _pipeline_class(root: Path, folders: Mapping[str, Path]) -> str | None:
 
 def _file_component(path: Path) -> Component:
     header = read_header(path)
-    return Component("transformer", "single", PurePosixPath(), (header,), None, {}, {}, _prefix_of((header,)))
+    return Component(
+        name="transformer",
+        role="single",
+        folder=PurePosixPath(),
+        shards=(header,),
+        index=None,
+        index_metadata={},
+        config={},
+        prefix=_prefix_of((header,)),
+        inner=inner_encoders({tensor.name: tensor.shape for tensor in header.tensors}),
+    )
 
 
 def _folder_component(root: Path, name: str, folder: Path, variant: str | None) -> Component:

@@ -141,7 +141,7 @@ class _Comparison:
         base = self.base.tensors()
         floats = {key for key, tensor in base.items() if self._may_be_cast(tensor) and key in self.placed}
         uniform = all(self.placed[key].tensor.dtype == wanted for key in floats)
-        cast = _main_dtype(base.values()) != wanted
+        cast = _main_dtype(self.base.model_tensors()) != wanted
         for key in base.keys() & self.placed.keys():
             before, after = base[key].dtype, self.placed[key].tensor.dtype
             free = key in floats and (uniform or not self.keeps_float32(key[len(self.base.prefix) :]))

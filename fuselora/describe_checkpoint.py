@@ -96,6 +96,7 @@ def _component(component: Component) -> ComponentDescription:
         strays=component.strays,
         config_class=class_name if isinstance(class_name, str) else None,
         sample=next(iter(tensors), None),
+        inner={one.name: one.prefix for one in component.inner},
     )
 
 

@@ -273,7 +273,10 @@ class Fused:
 
 @dataclass(frozen=True, slots=True)
 class ComponentDescription:
-    """One model of a checkpoint; ``dtypes`` maps to bytes, ``n_other`` counts tensors without the prefix."""
+    """One model of a checkpoint; ``dtypes`` maps to bytes, ``n_other`` counts tensors without the prefix.
+
+    ``inner``: the text encoders that its file holds as well, and the prefix of each.
+    """
 
     name: str
     role: str
@@ -288,6 +291,7 @@ class ComponentDescription:
     strays: tuple[str, ...]
     config_class: str | None
     sample: str | None
+    inner: Mapping[str, str]
 
     def document(self) -> dict[str, object]:
         return {
@@ -304,6 +308,7 @@ class ComponentDescription:
             "strays": list(self.strays),
             "config_class": self.config_class,
             "sample": self.sample,
+            "text_encoders": dict(self.inner),
         }
 
     def rows(self) -> Iterator[Row]:
@@ -315,6 +320,8 @@ class ComponentDescription:
         yield "files", f"{len(self.shards)}, {_bytes(self.n_bytes)}, {self.index or 'no index'}"
         if self.prefix and self.n_tensors:
             yield "prefix", self.prefix
+        for name, prefix in self.inner.items():
+            yield name, f"in the same file, under {prefix}"
         if self.strays:
             yield "strays", f"{cut(', '.join(self.strays))} (neither read nor copied)"
 

@@ -16,6 +16,7 @@ from fuselora.errors import Fault, Notice
 from fuselora.families import Family, Layout, RowOrder, SkipRule
 from fuselora.families.runs import Runs
 from fuselora.header import DTYPE_NAMES, TensorInfo
+from fuselora.inner_encoders import inner_table
 from fuselora.kinds import BadParts, Kind, Part, fits
 from fuselora.kinds.dora import by_columns, check_magnitude
 from fuselora.kinds.experts import PAIR, PARTS, fits_parameter, of_parameter
@@ -138,7 +139,8 @@ def match(assignment: Assignment, family: Family | None, layout: Layout | None) 
     if unknown := _unknown_layout(assignment, family):
         return Matching(assignment, (), (), (), (unknown,), ())
     orders = _lora_orders(table, assignment, family)
-    search = _Search(assignment, table, tuple(order.layout for order in orders))
+    inner = {one.name: inner_table(assignment.component, one) for one in assignment.component.inner}
+    search = _Search(assignment, table, tuple(order.layout for order in orders), inner)
     hits: list[Hit] = []
     faults: list[Fault] = []
     homeless: list[Module] = []
@@ -169,11 +171,16 @@ def plain_name(module: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """Looks one module up at a time; ``layouts`` decide names that stand for different tensors, in order."""
+    """Looks one module up at a time.
+
+    ``layouts`` decide names that stand for different tensors, in order; ``inner``: the tables of the text
+    encoders in the component's own files.
+    """
 
     assignment: Assignment
     table: NameTable
     layouts: tuple[Layout, ...]
+    inner: Mapping[str, NameTable]
 
     def module(self, module: Module) -> tuple[list[Hit], list[Fault]]:
         if self._is_tied_head(module):
@@ -224,15 +231,22 @@ class _Search:
         return [hit for kind in meant.kinds for hit in _hits(home, meant, kind)], []
 
     def _homes(self, module: Module, leaves: Sequence[str]) -> tuple[Home, ...]:
-        readings = _readings(module, self.assignment.component)
-        for leaf, find in product(leaves, (self._choose, self.table.find_bare)):
-            found = dict.fromkeys(home for reading in readings for home in find(reading, leaf))
+        asked = list(self._asked(module))
+        for leaf, find in product(leaves, (self._choose, NameTable.find_bare)):
+            found = dict.fromkeys(home for table, reading in asked for home in find(table, reading, leaf))
             if found:
                 return tuple(found)
         return ()
 
-    def _choose(self, reading: Spelling, leaf: str) -> tuple[Home, ...]:
-        found = self.table.find(reading, leaf)
+    def _asked(self, module: Module) -> Iterator[tuple[NameTable, Spelling]]:
+        """In which tables a module is looked up, by each reading of its name."""
+        component = self.assignment.component
+        if meant := component.encoders_inside(named_component(module.name)):
+            return product((self.inner[one.name] for one in meant), spellings(module.name))
+        return product((self.table,), _readings(module, component))
+
+    def _choose(self, table: NameTable, reading: Spelling, leaf: str) -> tuple[Home, ...]:
+        found = table.find(reading, leaf)
         if preferred := next((layout for layout in self.layouts if layout in found), None):
             return found[preferred]
         return tuple(dict.fromkeys(home for homes in found.values() for home in homes))
@@ -344,7 +358,7 @@ def _explain(
 def _for_encoder(module: Module, component: Component) -> str | None:
     """Why keys of a text encoder have no home in a transformer."""
     named = named_component(module.name)
-    if component.is_text_encoder or named not in MEANINGS:
+    if component.is_text_encoder or named not in MEANINGS or component.encoders_inside(named):
         return None
     return f"it is for the text encoder {named}, which this base does not have"
 

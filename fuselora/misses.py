@@ -90,9 +90,11 @@ def _miss_hint(matching: Matching, checkpoint: Checkpoint) -> str:
     meant = made_for(matching.assignment.adapter, checkpoint)
     if other_family(matching.assignment.adapter, checkpoint):
         return meant.rstrip()
-    base_key = next(iter(matching.assignment.component.tensors()), "nothing")
+    component = matching.assignment.component
+    base_key = next(iter(component.tensors()), "nothing")
     named = {named_component(miss.module.name) for miss in matching.unmatched}
-    lacking = " and ".join(sorted(name for name in named if name and name in MEANINGS))
+    absent = [name for name in named if name and name in MEANINGS and not component.encoders_inside(name)]
+    lacking = " and ".join(sorted(absent))
     whole = f"For {lacking} fuse into a pipeline that has it. " if lacking else ""
     unfit = any(fault.hint == OTHER_SIZE for fault in matching.faults)
     allow = "" if unfit else "Name the modules that may stay unapplied with --allow-unmatched GLOB."

@@ -285,8 +285,8 @@ class _ComponentLayout:
         return tensor.n_elements * DTYPE_BITS[self.dtype_of(tensor)] // 8
 
     def _main_dtype(self, sizes: Mapping[str, int]) -> str:
-        """The dtype that holds most of the component's bytes."""
-        tensors = self.component.tensors().values()
+        """The dtype that holds most of the model's bytes."""
+        tensors = self.component.model_tensors()
         written = bytes_by_dtype((self.dtype_of(tensor), sizes[tensor.name]) for tensor in tensors)
         return next(iter(written), "none")
 

@@ -90,8 +90,8 @@ def base_dtype(plan: FusePlan, component: ComponentPlan) -> str | None:
 
 
 def main_dtype(component: Component) -> str:
-    """The dtype that holds most of a component's bytes, as torch calls it."""
-    stored = bytes_by_dtype((tensor.dtype, tensor.n_bytes) for tensor in component.tensors().values())
+    """The dtype that holds most of a model's bytes, as torch calls it."""
+    stored = bytes_by_dtype((tensor.dtype, tensor.n_bytes) for tensor in component.model_tensors())
     return dtype_name(next(iter(stored), "none"))
 
 

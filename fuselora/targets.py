@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fuselora.checkpoint import Checkpoint, Component
 from fuselora.errors import Fault, Notice
@@ -97,6 +97,9 @@ def modules_for(adapter: Adapter, component: Component, checkpoint: Checkpoint) 
     A file that names no text encoder of the base can be given for any. Keys of an encoder that the base
     lacks are otherwise with the transformers' keys, and have no home there.
     """
+    given = adapter.location.spec.component
+    if component.encoders_inside(given):
+        return tuple(_named_for(module, given) for module in adapter.modules)
     halves = _halves(adapter, checkpoint)
     if component.is_text_encoder:
         return halves.encoders.get(component.name, halves.rest)
@@ -128,6 +131,11 @@ def _halves(adapter: Adapter, checkpoint: Checkpoint) -> _Halves:
         if named and len(meant) > 1:
             unclear[named] = meant
     return _Halves({name: tuple(modules) for name, modules in encoders.items()}, unclear, tuple(rest))
+
+
+def _named_for(module: Module, encoder: str | None) -> Module:
+    """Its keys as if they had the prefix of the text encoder that their file was given for."""
+    return module if _named(module) else replace(module, name=f"{encoder}.{module.name}")
 
 
 def _named(module: Module) -> str | None:
@@ -199,13 +207,25 @@ def _given_encoder(
     """The encoder that a file was given for: its keys name that one, or all alike none of this base."""
     component = checkpoint.component(name)
     if component is None:
-        return _no_component(adapter, checkpoint)
+        return _given_inner(adapter, name, checkpoint) or _no_component(adapter, checkpoint)
     for other in halves.encoders.keys() - {name}:
         return _strays(adapter, {other}, {name}, checkpoint)
     owners = {_named(module) for module in halves.rest}
     if len(owners) + len(halves.encoders) > 1:
         return _strays(adapter, {owner or FIRST for owner in owners}, {name}, checkpoint)
     return (component,)
+
+
+def _given_inner(adapter: Adapter, name: str, checkpoint: Checkpoint) -> tuple[Component, ...] | Fault | None:
+    """The model whose file holds the encoder; keys that name anything else are strays."""
+    for component in checkpoint.transformers:
+        (meant,) = component.encoders_inside(name) or (None,)
+        named = {owner for module in adapter.modules if (owner := _named(module))}
+        if meant and (others := [o for o in named if component.encoders_inside(o) != (meant,)]):
+            return _strays(adapter, others, {name}, checkpoint)
+        if meant:
+            return (component,)
+    return None
 
 
 def _unclear(adapter: Adapter, unclear: Mapping[str, tuple[str, ...]]) -> Fault:
@@ -254,7 +274,8 @@ def _and(names: Iterable[str]) -> str:
 
 
 def _no_component(adapter: Adapter, checkpoint: Checkpoint) -> Fault:
-    names = [*(component.name for component in checkpoint.transformers), *checkpoint.encoders]
+    inner = (one.name for component in checkpoint.transformers for one in component.inner)
+    names = [*(component.name for component in checkpoint.transformers), *checkpoint.encoders, *inner]
     have = ", ".join(names)
     wanted = adapter.location.spec.component
     return _fault(adapter, "no_component", f"was given for {wanted}, but this base has only {have}", None)
