@@ -54,6 +54,7 @@ def describe_checkpoint(path: Path) -> CheckpointDescription:
         shard=(int(found.group(1)), int(found.group(2))) if found else None,
         fused=_fused(path, checkpoint),
         families=_families(checkpoint),
+        layout_told_by=checkpoint.row_order.told_by if checkpoint.row_order else None,
     )
 
 

@@ -331,7 +331,8 @@ class CheckpointDescription:
     """A base, or a part of one. ``shard`` is (number, total) of a single numbered file.
 
     ``named_expert`` is what the file's or folder's name says, a hint. ``families``: all that it can be of, by
-    its names and shapes, ``family`` the one that its layout is told by.
+    its names and shapes, ``family`` the one that its layout is told by. ``layout_told_by``: what did,
+    where two layouts have its names for other rows.
     """
 
     path: Path
@@ -348,6 +349,7 @@ class CheckpointDescription:
     shard: tuple[int, int] | None
     fused: Fused | None
     families: tuple[str, ...] = ()
+    layout_told_by: str | None = None
 
     @property
     def title(self) -> str:
@@ -364,6 +366,7 @@ class CheckpointDescription:
             "family": self.family,
             "families": list(self.families),
             "layout": self.layout,
+            "layout_told_by": self.layout_told_by,
             "models": list(self.models),
             "pipeline_class": self.pipeline_class,
             "variant": self.variant,
@@ -385,6 +388,8 @@ class CheckpointDescription:
             yield "source", self.source + (f" at {self.revision}" if self.revision else "")
         if self.family:
             yield "family", f"{' or '.join(self.families)}, {self.layout or 'unknown'} names"
+            if self.layout_told_by:
+                yield "rows", f"in the order of {self.layout} ({self.layout_told_by})"
         else:
             samples = (f"unknown, with names like {c.sample}" for c in self.components if c.sample)
             yield "family", next(samples, "unknown: it holds no tensors")

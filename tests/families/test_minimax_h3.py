@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import fuselora
 from fuselora.cli import app
 from fuselora.describe import describe
+from fuselora.description import CheckpointDescription
 from fuselora.errors import InputError, Refused
 from fuselora.families import RowOrder
 from fuselora.families.minimax_h3 import MINIMAX_H3
@@ -311,6 +312,10 @@ def test_what_told_the_order_of_rows_is_said_and_kept(
     marker = json.loads((out / FILE_NAME).read_text())
     (kept,) = marker["loras"]
     assert marker["base"].get("layout_told_by") == told
+    seen = describe(base)
+    assert isinstance(seen, CheckpointDescription)
+    assert dict(seen.rows()).get("rows") == (f"in the order of {layout} ({told})" if told else None)
+    assert seen.document()["layout_told_by"] == told
     assert (kept.get("layout"), kept.get("layout_told_by")) == (order or (None, None))
     assert verify(out, base=base, loras=[lora]).ok
 
