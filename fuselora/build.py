@@ -97,9 +97,8 @@ class _Build:
         return survey(rest.root, exclude=exclude)
 
     def missing_bytes(self, side_bytes: int) -> int:
-        """Bytes still to be written: shards that an earlier run finished are there already."""
-        staged = (self.stage.folder / file.path for file in self.plan.files)
-        there = sum(path.stat().st_size for path in staged if path.is_file())
+        """Bytes still to be written: what an earlier run wrote is there already, or freed first."""
+        there = sum(space.held(self.stage.folder / file.path) for file in self.plan.files)
         copied = side_bytes if self.plan.request.assets == "copy" else 0
         return max(0, self.plan.bytes_out + copied - there)
 

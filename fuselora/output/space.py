@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import stat
 from typing import TYPE_CHECKING
 
 from fuselora.errors import OutputError
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+BLOCK_BYTES = 512  # what st_blocks counts, whatever the file system's own are
 
 
 def require(folder: Path, n_bytes: int) -> None:
@@ -35,6 +38,15 @@ def available(folder: Path) -> int | None:
     except OSError:
         return None
     return usage.free if usage.total else None
+
+
+def held(path: Path) -> int:
+    """Bytes on disk of a file, holes aside, which a kill may leave in it; 0 if it is absent."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return 0
+    return min(found.st_size, found.st_blocks * BLOCK_BYTES) if stat.S_ISREG(found.st_mode) else 0
 
 
 def nearest(path: Path) -> Path:

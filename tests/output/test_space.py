@@ -9,6 +9,7 @@ import pytest
 
 from fuselora.errors import OutputError
 from fuselora.output import space
+from fuselora.output.disk import write_file
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -56,3 +57,15 @@ def test_a_file_system_that_does_not_say_is_not_refused(
 def test_nearest_is_the_closest_path_that_exists(tmp_path: Path) -> None:
     assert space.nearest(tmp_path / "a" / "b") == tmp_path
     assert space.nearest(tmp_path) == tmp_path
+
+
+def test_what_a_file_holds(tmp_path: Path) -> None:
+    """Where space cannot be claimed, a killed run leaves a shard of its full size and no block."""
+    file = tmp_path / "x"
+    assert space.held(file) == 0
+    write_file(file, b"x" * 10_000)
+    assert space.held(file) == 10_000
+    os.truncate(file, 1 << 40)
+    assert 10_000 <= space.held(file) < 1 << 20
+    (tmp_path / "link").symlink_to(file)
+    assert space.held(tmp_path / "link") == space.held(tmp_path) == 0
