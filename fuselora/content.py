@@ -12,6 +12,7 @@ from fuselora.digest import content_digest, read_range
 from fuselora.errors import ChangedError, Fault, Notice
 from fuselora.reading import changed, reading, state
 from fuselora.tensors import TORCH_DTYPES, bytes_finite
+from fuselora.zeros import all_zero
 
 if TYPE_CHECKING:
     from fuselora.checkpoint import Checkpoint
@@ -101,7 +102,7 @@ def _tensor_content(
         hasher.update(block)
         if whole is not None:
             whole.update(block)
-        zero = zero and block.count(0) == len(block)
+        zero = zero and all_zero(block, tensor.dtype)
         finite = finite and (tensor.dtype not in TORCH_DTYPES or bytes_finite(block, tensor.dtype))
     complete = n_bytes == tensor.n_bytes
     return _TensorContent(tensor.name, hasher.hexdigest(), finite, zero) if complete else None

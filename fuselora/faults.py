@@ -257,7 +257,7 @@ def _full_factor_notices(matching: Matching) -> Iterator[Notice]:
         ("LyCORIS", lycoris, "no alpha counts"),
     ):
         if n_modules:
-            what = f"{n_modules} modules have both factors full and so no rank"
+            what = f"{many(n_modules, 'module')} with both factors full and so no rank"
             text = f"{name}: {what}: as {whose} defines it, {rule}"
             yield Notice("full_factors", text, {"lora": name, "modules": n_modules, "as": whose})
 

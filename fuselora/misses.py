@@ -14,6 +14,7 @@ from fuselora.match import OTHER_SIZE, Matching, Skip, Unmatched, module_glob
 from fuselora.reading import reading
 from fuselora.targets import named_component
 from fuselora.text_encoders import MEANINGS
+from fuselora.zeros import all_zero
 
 if TYPE_CHECKING:
     from fuselora.checkpoint import Checkpoint
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from fuselora.lora.adapter import Adapter, Module
     from fuselora.specs import Request
 
-ZERO_VALUED = "all of its values are zero"
+ZERO_VALUED = "all values are zero"
 ALLOWED = "allowed to stay unmatched"
 
 
@@ -114,4 +115,4 @@ def _holds_zeros(adapter: Adapter, tensor: TensorInfo) -> bool:
     header = adapter.homes[tensor.name]
     with reading(header.path), header.path.open("rb") as stream:
         start = header.data_start + tensor.start
-        return all(b.count(0) == len(b) for b in read_range(stream, start, tensor.n_bytes))
+        return all(all_zero(block, tensor.dtype) for block in read_range(stream, start, tensor.n_bytes))

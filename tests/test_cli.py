@@ -208,7 +208,7 @@ def test_warnings_are_on_stderr(files: Files, tmp_path: Path) -> None:
     )
     plan = ("plan", "--base", files.single, "--lora", lora)
     found = run(*plan)
-    assert found.stderr == "warning: x.safetensors: 1 module not applied: all of its values are zero\n"
+    assert found.stderr == "warning: x.safetensors: 1 module not applied: all values are zero\n"
     assert "warning" not in found.stdout
     assert run(*plan, "--quiet").stderr == ""
     strict = run(*plan, "--strict")

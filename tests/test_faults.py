@@ -231,6 +231,7 @@ def test_a_leftover_with_one_value_is_a_miss(tmp_path: Path) -> None:
         (0, 0, None, True),
         (0, 1, None, False),
         (1, 0, None, False),
+        (0, -0.0, None, True),
         (0, 0, 0, True),
         (0, 0, 1, False),
         (None, None, 0, True),

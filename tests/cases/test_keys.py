@@ -470,7 +470,7 @@ def test_B08_zero_leftovers_are_harmless(style: tuple[str, str], alpha: bool, tm
     fused = fuse(std_base(tmp_path / "base"), save(tmp_path / "x.safetensors", lora))
     assert_filled(fused.tensors()[Q], 2.0)
     warning = fused.warning("skipped")
-    assert (warning["modules"], warning["reason"]) == (1, "all of its values are zero")
+    assert (warning["modules"], warning["reason"]) == (1, "all values are zero")
     assert [skip["module"] for skip in fused.lora["skipped"]] == [T5]
 
 
