@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -10,9 +11,13 @@ from typing import TYPE_CHECKING
 from fuselora.errors import Fault
 from fuselora.lora.grammar import spellings
 from fuselora.match import Hit, Matching, Skip, plain_name
+from fuselora.name_table import flatten
 
 if TYPE_CHECKING:
     from fuselora.specs import BlockSpec
+
+LEVEL = re.compile(r"[._]")
+SHOWN = 3
 
 
 def blocks_for(component: str, blocks: Sequence[BlockSpec]) -> tuple[BlockSpec, ...]:
@@ -49,8 +54,24 @@ def _unused(block: BlockSpec, hits: Sequence[Hit]) -> Fault:
         text = f"--blocks {block.component}={block.glob}: no LoRA is for {block.component}"
         return Fault("unused_blocks", text, hint="Name a component of the base that a LoRA was given for.")
     where = f" of {block.component}" if block.component else ""
-    sample = f"There are modules like {plain_name(hits[0].module.name)}, in the base {hits[0].base_key}."
-    return Fault("unused_blocks", f"--blocks {block.glob} means no module{where}", hint=sample)
+    hint = f"There are modules like {plain_name(hits[0].module.name)}, in the base {hits[0].base_key}."
+    if meant := _ending_in(block.glob, hits):
+        hint = f"A glob is for whole names: *{block.glob} would mean {' and '.join(meant)}."
+    return Fault("unused_blocks", f"--blocks {block.glob} means no module{where}", hint=hint)
+
+
+def _ending_in(glob: str, hits: Sequence[Hit]) -> list[str]:
+    """Modules of the LoRA, or levels of their names, that end as the glob says; a few of them."""
+    names = dict.fromkeys(plain_name(hit.module.name) for hit in hits)
+    found = (next((at for at in _levels(name) if fnmatchcase(at, f"*{glob}")), None) for name in names)
+    meant = list(dict.fromkeys(level for level in found if level))
+    return [*meant[:SHOWN], *([f"{len(meant) - SHOWN} more"] if len(meant) > SHOWN else [])]
+
+
+def _levels(name: str) -> Iterator[str]:
+    """``a``, ``a.b``, ``a.b.c``, of flattened names at each underscore."""
+    yield from (name[: found.start()] for found in LEVEL.finditer(name))
+    yield name
 
 
 def _factor(hit: Hit, blocks: Sequence[BlockSpec]) -> float:
@@ -60,7 +81,8 @@ def _factor(hit: Hit, blocks: Sequence[BlockSpec]) -> float:
 
 def _reason(hit: Hit, blocks: Sequence[BlockSpec]) -> str:
     found = _last(hit, blocks)
-    return f"left out by --blocks {found.glob}=0" if found else "left out"
+    component = f"{found.component}=" if found and found.component else ""
+    return f"left out by --blocks {component}{found.glob}=0" if found else "left out"
 
 
 def _last(hit: Hit, blocks: Sequence[BlockSpec]) -> BlockSpec | None:
@@ -70,9 +92,11 @@ def _last(hit: Hit, blocks: Sequence[BlockSpec]) -> BlockSpec | None:
 def _means(glob: str, hit: Hit) -> bool:
     """By the LoRA's name, with its prefix or without, or the base's.
 
-    ``blocks.1`` is all of that block, and not of ``blocks.10``; ``blocks_1`` the same of flattened names.
+    ``blocks.1`` is all of that block, and not of ``blocks.10``; the same of flattened names, as ``blocks_1``.
     """
     readings = spellings(hit.module.name)
-    levels = ("", ".*", "_*") if readings[-1].flat else ("", ".*")
     names = [hit.base_key, *(reading.name for reading in readings)]
-    return any(fnmatchcase(name, glob + below) for name in names for below in levels)
+    if any(fnmatchcase(name, glob + below) for name in names for below in ("", ".*")):
+        return True
+    flat = [reading.name for reading in readings if readings[-1].flat]
+    return any(fnmatchcase(name, flatten(glob) + below) for name in flat for below in ("", "_*"))

@@ -161,7 +161,7 @@ LoraLayout = Annotated[
 Unmatched = Annotated[
     list[str], typer.Option(metavar="GLOB", help="LoRA modules that may stay unapplied; repeatable.")
 ]
-Strict = Annotated[bool, typer.Option("--strict", help="Explained skips are errors too.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Skips and doubtful LoRAs are errors too.")]
 Stack = Annotated[bool, typer.Option("--stack", help="Add to a base that is already fused.")]
 KernelOption = Annotated[
     KernelChoice, typer.Option("--kernel", help="reference: float64, the same bytes on every machine; slow.")

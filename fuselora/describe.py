@@ -16,8 +16,7 @@ from fuselora.description import (
 )
 from fuselora.errors import CheckpointError, FuseloraError, InputError
 from fuselora.header import read_header
-from fuselora.kinds.kind import ALPHAS
-from fuselora.lora.grammar import is_lora_key, parse_key
+from fuselora.lora.adapter import is_lora
 from fuselora.marker import read_marker
 from fuselora.selection import ADAPTER_CONFIG, ADAPTER_INDEXES, ADAPTER_WEIGHTS
 from fuselora.shards import is_index, open_files
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from fuselora.header import Header
 
 __all__ = [
     "CheckpointDescription",
@@ -35,7 +33,6 @@ __all__ = [
     "LoraDescription",
     "describe",
     "describe_each",
-    "is_lora",
 ]
 
 
@@ -66,17 +63,6 @@ def _described(path: Path) -> Description | Undescribed:
         return describe(path)
     except FuseloraError as error:
         return Undescribed(path, error)
-
-
-def is_lora(header: Header) -> bool:
-    """Whether most keys of a file are a LoRA's. Full weights and alphas alone do not make it one."""
-    n_keys = n_deltas = 0
-    for tensor in header.tensors:
-        parsed = parse_key(tensor.name)
-        delta = is_lora_key(tensor.name)
-        n_deltas += delta
-        n_keys += delta or (parsed is not None and parsed.part in ALPHAS)
-    return n_deltas > 0 and 2 * n_keys > len(header.tensors)
 
 
 def _file(path: Path) -> Description:

@@ -42,6 +42,7 @@ PACKED_LEAVES = (".qweight", ".weight_packed")
 TASKS = re.compile(r"(?<![a-z])[ti]2v(?![a-z])", re.IGNORECASE)
 # What no quantisation made, and nothing is added to.
 UNFUSABLE: Mapping[str, str] = {"F64": "float64", "C64": "complex", "BOOL": "boolean"}
+DOUBTFUL = ("other_family", "task_name", "swapped_name")  # codes of notices
 FLOAT32_MAX = 3.4028234663852886e38
 
 
@@ -159,6 +160,15 @@ def _family_notices(checkpoint: Checkpoint, matchings: Sequence[Matching]) -> It
             text = f"{adapter.name}: is for {origin.named}, {origin.evidence}; the base is {base}"
             facts = {"lora": adapter.name, "families": list(origin.families), "base": base}
             yield Notice("other_family", text, {**facts, "evidence": origin.evidence})
+
+
+def strict_faults(notices: Sequence[Notice]) -> Iterator[Fault]:
+    """What is most likely a slip, and fused all the same where ``--strict`` does not say otherwise."""
+    for notice in notices:
+        if notice.code in DOUBTFUL:
+            lora = str(notice.facts["lora"])
+            text = notice.message.removeprefix(f"{lora}: ")
+            yield Fault("strict", text, path=lora, hint="--strict takes this warning for an error.")
 
 
 def _task_notices(checkpoint: Checkpoint, matchings: Sequence[Matching]) -> Iterator[Notice]:

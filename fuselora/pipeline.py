@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, get_args
 
 from fuselora.checkpoint import Checkpoint, open_checkpoint
 from fuselora.errors import Fault, Notice, Refused, UsageError
-from fuselora.faults import check
-from fuselora.lora.adapter import Adapter, open_adapter
+from fuselora.faults import check, strict_faults
+from fuselora.lora.adapter import Adapter, is_lora, open_adapter
 from fuselora.match import Matching, match
 from fuselora.output import staging
 from fuselora.planning import FusePlan, build_plan
@@ -196,13 +196,22 @@ def _matched(asked: Request, *, headers_only: bool) -> _Matched:
         text_encoders=encoders_named(adapters),
         layout=asked.base_layout,
     )
+    _refuse(_no_checkpoint(checkpoint))
     assigned = assign(adapters, checkpoint)
     unfit = (*twin_faults(checkpoint), *_skeleton_faults(skeleton, checkpoint, asked))
     _refuse([*_adapter_faults(adapters), *assigned.faults, *unfit])
     matchings = [match(a, checkpoint.family, checkpoint.layout) for a in assigned.assignments]
     checked = check(checkpoint, matchings, asked)
-    _refuse(checked.faults)
-    return _Matched(checkpoint, skeleton, checked.matchings, (*assigned.notices, *checked.notices))
+    notices = (*assigned.notices, *checked.notices)
+    _refuse([*checked.faults, *(strict_faults(notices) if asked.strict else ())])
+    return _Matched(checkpoint, skeleton, checked.matchings, notices)
+
+
+def _no_checkpoint(checkpoint: Checkpoint) -> Iterator[Fault]:
+    for component in checkpoint.transformers:
+        if all(map(is_lora, component.shards)):
+            hint = "--base is the checkpoint that it is for, --lora the LoRA."
+            yield Fault("no_checkpoint", "is a LoRA, and no checkpoint", path=str(checkpoint.root), hint=hint)
 
 
 def _skeleton_faults(skeleton: Skeleton | None, checkpoint: Checkpoint, asked: Request) -> tuple[Fault, ...]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, TextIO, cast
+from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -260,7 +261,7 @@ class Reporter:
         if matching.row_order:
             self._line(f"  {_order(matching.row_order, '--lora-layout')}")
         self._rows(
-            f"  scale {group['scale']:g} = strength * alpha {group['alpha']:g} / rank {group['rank']} "
+            f"  scale {group['scale']:g} = strength * alpha {group['alpha']:g}{_divided(group, document)} "
             f"(alpha from {SOURCES[group['source']]}){_block(group)}: {many(group['modules'], 'module')}"
             for group in scales
         )
@@ -363,6 +364,15 @@ def amount(n_bytes: float) -> str:
             break
         value /= 1000
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
+
+
+def _divided(group: Mapping[str, Any], lora: Mapping[str, Any]) -> str:
+    """By the rank or its root, whichever gives the scale; a finished factor is divided by nothing."""
+    if group["source"] == "alpha_scale":
+        return ""
+    whole, rank = lora["strength"] * group["alpha"] * group.get("block", 1.0), group["rank"]
+    by_root = rank > 1 and math.isclose(group["scale"] * math.sqrt(rank), whole, rel_tol=1e-6)
+    return f" / sqrt(rank {rank})" if by_root and whole else f" / rank {rank}"
 
 
 def _block(group: Mapping[str, object]) -> str:

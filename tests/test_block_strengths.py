@@ -102,7 +102,15 @@ def test_a_glob_that_means_nothing_is_refused(base: Path, lora: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "glob", ["lora_unet_blocks_1", "blocks_1", "lora_unet_blocks_1_*", "blocks_1_attn_q"]
+    "glob",
+    [
+        "lora_unet_blocks_1",
+        "blocks_1",
+        "lora_unet_blocks_1_*",
+        "blocks_1_attn_q",
+        "blocks.1",
+        "blocks.1.attn.*",
+    ],
 )
 def test_flattened_names_by_prefix_and_by_level(base: Path, tmp_path: Path, glob: str) -> None:
     names = [f"lora_unet_{name.replace('.', '_')}" for name in NAMES if name.endswith("q")]
@@ -111,6 +119,35 @@ def test_flattened_names_by_prefix_and_by_level(base: Path, tmp_path: Path, glob
     save_file({key: torch.ones((1, 4) if "down" in key else (4, 1)) for key in pairs}, path)
     values, _ = fused(base, path, f"{glob}=0.5")
     assert (values["blocks.1.attn.q.weight"], values["blocks.10.attn.q.weight"]) == (1.5, 2.0)
+
+
+def test_native_names_mean_flattened_ones_on_a_diffusers_base(tmp_path: Path) -> None:
+    """As kohya's trainers flatten them; the base has neither."""
+    base = tmp_path / "base.safetensors"
+    names = [f"transformer_blocks.{n}.attn.to_out.0" for n in (1, 10)]
+    others = {f"transformer_blocks.{n}.norm1.linear.weight": torch.ones(24, 4) for n in range(11)}
+    save_file({**{f"{name}.weight": torch.ones(4, 4) for name in names}, **others}, base)
+    lora = tmp_path / "x.safetensors"
+    keys = [f"lora_unet_double_blocks_{n}_img_attn_proj" for n in (1, 10)]
+    save_file({f"{key}.lora_{way}.weight": torch.ones((1, 4) if way == "down" else (4, 1))
+               for key in keys for way in ("down", "up")}, lora)  # fmt: skip
+    merge(base, [lora], tmp_path / "out", blocks=["double_blocks.1=0"])
+    fused = load_file(tmp_path / "out" / base.name)
+    assert [fused[f"{name}.weight"][0, 0].item() for name in names] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("glob", "meant"),
+    [
+        ("ffn", "*ffn would mean blocks.1.ffn."),
+        ("s.1", "*s.1 would mean blocks.1."),
+        ("q", "*q would mean blocks.0.attn.q and blocks.1.attn.q and blocks.10.attn.q."),
+    ],
+)
+def test_what_a_glob_may_have_been_meant_for(base: Path, lora: Path, glob: str, meant: str) -> None:
+    with pytest.raises(Refused) as caught:
+        plan(base, [lora], blocks=[f"{glob}=0"])
+    assert caught.value.hint == f"A glob is for whole names: {meant}"
 
 
 def test_a_component_that_no_lora_is_for(base: Path, lora: Path) -> None:

@@ -20,13 +20,13 @@ from fuselora.describe import (
     FusedDescription,
     LoraDescription,
     describe,
-    is_lora,
 )
 from fuselora.description import CUT, cut, ranges
 from fuselora.errors import CheckpointError, FormatError, InputError, MarkerError
 from fuselora.families import Layout
 from fuselora.header import read_header
 from fuselora.kinds import KINDS
+from fuselora.lora.adapter import is_lora
 from fuselora.lora.grammar import is_lora_key, parse_key
 from fuselora.marker import FILE_NAME, FINGERPRINT_KEY, JOURNAL_NAME
 from fuselora.pipeline import merge

@@ -97,6 +97,10 @@ def test_a_lora_of_all_blocks_of_another_family_fits_and_is_warned_of(
     assert notice.facts["families"] == families and notice.facts["base"] == named
     assert all(family in notice.message for family in families)
     assert notice.message.endswith(f"the base is {named}")
+    lora = listings.sparse(tmp_path / "x.safetensors", specs)
+    with pytest.raises(Refused, match=r"x\.safetensors: is for ") as caught:
+        plan(base_of(tmp_path, base), [lora], strict=True)
+    assert [fault.kind for fault in caught.value.faults] == ["strict"]
 
 
 @pytest.mark.parametrize(

@@ -481,3 +481,46 @@ def test_a_notice_with_a_line_end_is_one_line(seen: Callable[..., Seen], run: Ru
     made = seen()
     made.reporter._notices([Notice("x", "a\nerror: b")])
     assert made.err.getvalue() == "warning: a\\nerror: b\n"
+
+
+@pytest.mark.parametrize(
+    ("alpha", "config", "equation"),
+    [
+        (None, {"lora_alpha": 8, "r": 16}, "scale 1 = strength * alpha 8 / rank 16 "),
+        (
+            None,
+            {"lora_alpha": 8, "r": 16, "use_rslora": True},
+            "scale 4 = strength * alpha 8 / sqrt(rank 16) ",
+        ),
+        (4.0, {}, "scale 0.5 = strength * alpha 4 / rank 16 "),
+    ],
+)
+def test_the_scale_is_what_the_equation_gives(
+    tmp_path: Path, seen: Callable[..., Seen], alpha: float | None, config: dict[str, object], equation: str
+) -> None:
+    base = synth.write_safetensors(
+        tmp_path / "base.safetensors", [tensor("blocks.0.attn1.to_q.weight", 32, 32)]
+    )
+    folder = tmp_path / "lora"
+    specs = pair("blocks.0.attn1.to_q", 32, 32, rank=16, style=("lora_A", "lora_B"), alpha=alpha)
+    lora = synth.write_safetensors(folder / "adapter_model.safetensors", specs)
+    if config:
+        (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **config}))
+    done = seen()
+    done.reporter.plan(plan(base, [f"{folder if config else lora}:2"]))
+    assert equation in done.out.getvalue()
+
+
+def test_a_finished_factor_is_divided_by_nothing(tmp_path: Path, seen: Callable[..., Seen]) -> None:
+    q = "blocks.0.attn1.to_q"
+    base = synth.write_safetensors(tmp_path / "base.safetensors", [tensor(f"{q}.weight", 32, 32)])
+    specs = [*pair(q, 32, 32, rank=16), tensor(f"{q}.alpha_scale", value=0.5)]
+    done = seen()
+    done.reporter.plan(plan(base, [synth.write_safetensors(tmp_path / "x.safetensors", specs)]))
+    assert "scale 0.5 = strength * alpha 0.5 (alpha from the file's finished factors)" in done.out.getvalue()
+
+
+def test_a_lora_in_the_place_of_the_base(tmp_path: Path) -> None:
+    lora = synth.write_safetensors(tmp_path / "x.safetensors", pair("blocks.0.attn1.to_q"))
+    with pytest.raises(Refused, match="x.safetensors: is a LoRA, and no checkpoint"):
+        plan(lora, [lora])

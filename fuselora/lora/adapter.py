@@ -25,7 +25,7 @@ from fuselora.lora.config import (
     peft_configs,
 )
 from fuselora.lora.config_faults import Stated, config_faults, network_faults, type_fault
-from fuselora.lora.grammar import MODIFIERS, ParsedKey, parse_key, spellings, unfused_kind
+from fuselora.lora.grammar import MODIFIERS, ParsedKey, is_lora_key, parse_key, spellings, unfused_kind
 from fuselora.lora.scale import BadAlpha, StoredAlpha, read_alpha, read_sizes
 from fuselora.lora.training import trained_on
 from fuselora.reading import reading
@@ -162,6 +162,17 @@ def open_adapter(location: LoraLocation) -> Adapter:
     faults = [fault for fault in types if fault] or faults
     said = trained_on(metadata, where, documents)
     return Adapter(location, files, homes, metadata, modules, config, tuple(faults), said)
+
+
+def is_lora(header: Header) -> bool:
+    """Whether most keys of a file are a LoRA's. Full weights and alphas alone do not make it one."""
+    n_keys = n_deltas = 0
+    for tensor in header.tensors:
+        parsed = parse_key(tensor.name)
+        delta = is_lora_key(tensor.name)
+        n_deltas += delta
+        n_keys += delta or (parsed is not None and parsed.part in ALPHAS)
+    return n_deltas > 0 and 2 * n_keys > len(header.tensors)
 
 
 def component_of(module: str) -> str:

@@ -406,10 +406,11 @@ def test_B57_what_is_in_the_way_stays_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["base", "base/out", "base/transformer", "."])
 def test_B57_the_base_is_never_the_output(place: str, tmp_path: Path) -> None:
-    base, lora = std_base(tmp_path / "base"), std_lora(tmp_path)
+    folder = tmp_path / "models"
+    base, lora = std_base(folder / "base"), std_lora(folder)
     before = tree(tmp_path)
     for options in ([], ["--overwrite"], ["--overwrite", "--restart"]):
-        refuse(base, lora, says=(str((tmp_path / place).resolve()),), out=tmp_path / place, options=options)
+        refuse(base, lora, says=(str((folder / place).resolve()),), out=folder / place, options=options)
     assert tree(tmp_path) == before
 
 
