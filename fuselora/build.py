@@ -117,6 +117,7 @@ class _Build:
                     if entry and reusable(entry, self.stage.folder / file.path, file.base.path):
                         kept.append(entry.path)
                         records[entry.path] = _record(file, entry.sha256, entry.base.sha256)
+                        lost[component.name] = lost.get(component.name, Lost()) + _lost(entry)
                         advance(file.n_bytes)
                         continue
                     written = self._write(file, journal, advance)
@@ -135,10 +136,12 @@ class _Build:
         with disk.writing(target, file.n_bytes):
             target.parent.mkdir(parents=True, exist_ok=True)
             written = write_file(file, target, self.means, advance=advance)
-        check_unchanged(file.base)  # the marker names a path: what was read has to be there still
+        self.stage.place(file.path)  # what is recorded is there, and no other run writes to it
         if written.sha256 and written.base_sha256:
             state = BaseState.of(written.base_status, written.base_sha256)
-            journal.record(Entry(str(file.path), file.n_bytes, written.sha256, state))
+            lost = written.lost
+            entry = Entry(str(file.path), file.n_bytes, written.sha256, state, lost.touched, lost.unchanged)
+            journal.record(entry)
         return written
 
     def _paths(self, side_files: tuple[SideFile, ...]) -> list[str]:
@@ -181,6 +184,10 @@ class _Build:
         used = {kernel.name: kernel.accumulate for kernel in kernels or self.means.kernels.choices[-1:]}
         sums = " + ".join(sorted(set(used.values())))
         return Machine(" + ".join(sorted(used)), sums, self.means.device, cpu_type(), torch.__version__)
+
+
+def _lost(entry: Entry) -> Lost:
+    return Lost(entry.touched, entry.unchanged)
 
 
 def _record(file: OutputFile, sha256: str | None, base_sha256: str | None) -> WeightRecord:

@@ -19,6 +19,7 @@ PRIVATE_FOLDERS = ("/.git", "/.cache/huggingface")
 # Beside OUT: where its files are written, and where an output that is being replaced may stand.
 STAGE_ENDING = ".partial"
 FORMER_ENDING = ".old"
+LOCK_ENDING = ".lock"
 # In an OUT that is a mount point: our own folders and lock, and what mkfs leaves in a new ext file system.
 STAGE_NAME = "fuselora.partial"
 FORMER_NAME = "fuselora.former"
@@ -27,7 +28,7 @@ BESIDE = frozenset({STAGE_NAME, f"{STAGE_NAME}.lock", FORMER_NAME, "lost+found"}
 
 def is_reserved(name: str) -> bool:
     """Whether a run whose OUT lies beside a folder of this name, or around it, may take it for its own."""
-    return name.endswith(STAGE_ENDING) or name in BESIDE
+    return name.endswith((STAGE_ENDING, STAGE_ENDING + LOCK_ENDING)) or name in BESIDE
 
 
 def is_model_file(name: str) -> bool:

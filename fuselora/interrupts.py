@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -61,9 +62,12 @@ class Interrupts:
             yield
             return
         before = self._before = signal.signal(signal.SIGINT, self._raise)
+        told = sys.unraisablehook
+        sys.unraisablehook = lambda lost: None if lost.exc_type is KeyboardInterrupt else told(lost)
         try:
             yield
         finally:
+            sys.unraisablehook = told
             signal.signal(signal.SIGINT, before)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fuselora.errors import ChangedError, ReadError
 
-State = tuple[int, int, int]
+State = tuple[int, int, int, int]
 MORE_FILES = "Too many files are open: raise the limit (ulimit -n)."
 HINTS: Mapping[int, str] = {
     errno.EMFILE: MORE_FILES,
@@ -60,8 +60,11 @@ def start_of(path: Path, n_bytes: int) -> bytes:
 
 
 def state(found: os.stat_result) -> State:
-    """What changes when a file is edited or replaced: size, mtime_ns and inode."""
-    return found.st_size, found.st_mtime_ns, found.st_ino
+    """What changes when a file is edited or replaced: size, mtime_ns, ctime_ns and inode.
+
+    ``cp -p`` and tar give another content the same mtime; nothing but the system sets the ctime.
+    """
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
 
 def changed(path: Path) -> ChangedError:

@@ -12,6 +12,9 @@ import pytest
 
 from fuselora.engine.sink import Sink
 from fuselora.errors import ChangedError, CheckpointError, FuseloraError, OutputError, ReadError
+from fuselora.marker import FILE_NAME
+from fuselora.output import staging
+from fuselora.output.staging import Stage
 from fuselora.pipeline import merge
 from fuselora.synth import tiny, write_file, write_lora, write_pipeline
 
@@ -24,6 +27,13 @@ def _replaced(path: Path) -> None:
     copy.replace(path)
 
 
+def _overwritten(path: Path) -> None:
+    """As ``cp -p`` of a file that has the same size and date."""
+    before = path.stat()
+    _edited(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
 def _edited(path: Path) -> None:
     with path.open("r+b") as stream:
         stream.seek(-1, os.SEEK_END)
@@ -32,7 +42,12 @@ def _edited(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "error"),
-    [(_replaced, ChangedError), (_edited, ChangedError), (Path.unlink, ReadError)],
+    [
+        (_replaced, ChangedError),
+        (_edited, ChangedError),
+        (_overwritten, ChangedError),
+        (Path.unlink, ReadError),
+    ],
 )
 @pytest.mark.parametrize("which", ["base", "lora"])
 def test_an_input_that_changes_under_the_run(
@@ -121,3 +136,28 @@ def test_the_base_stays_whole_where_its_link_takes_the_stages_place(
 
 def _tree(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_that_goes_on_warns_of_what_the_first_one_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The marker of a rerun has the same bytes, whichever shards were kept."""
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
+    base = write_pipeline(tmp_path / "base", SIZE, dtype="BF16", experts=True)
+    lora = write_lora(tmp_path / "l.safetensors", SIZE, style="lightning", alpha=2, dtype="F32", seed=1)
+    loras = [f"all={lora}:0.0001"]
+    whole = merge(base, loras, tmp_path / "whole")
+    assert [notice.code for notice in whole.notices] == ["delta_lost"] * 2
+    publish, name = staging.publish, tmp_path / "again"
+
+    def torn(stage: Stage, *, overwrite: bool) -> None:
+        raise OutputError("no more", path=str(stage.out))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "publish", torn)
+        with pytest.raises(OutputError, match="no more"):
+            merge(base, loras, name)
+    assert staging.publish is publish
+    again = merge(base, loras, name)
+    assert len(again.kept) == 2
+    assert (name / FILE_NAME).read_bytes() == (tmp_path / "whole" / FILE_NAME).read_bytes()

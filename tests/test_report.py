@@ -522,5 +522,5 @@ def test_a_finished_factor_is_divided_by_nothing(tmp_path: Path, seen: Callable[
 
 def test_a_lora_in_the_place_of_the_base(tmp_path: Path) -> None:
     lora = synth.write_safetensors(tmp_path / "x.safetensors", pair("blocks.0.attn1.to_q"))
-    with pytest.raises(Refused, match="x.safetensors: is a LoRA, and no checkpoint"):
+    with pytest.raises(Refused, match=r"x\.safetensors: is a LoRA, and no checkpoint"):
         plan(lora, [lora])

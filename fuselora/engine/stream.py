@@ -29,7 +29,7 @@ from fuselora.engine.sink import Sink, created
 from fuselora.engine.source import Source, opened
 from fuselora.engine.threads import READERS, WRITERS
 from fuselora.errors import NumericError
-from fuselora.header import PAGE
+from fuselora.header import PAGE, check_unchanged
 from fuselora.reading import changed, reading, state
 from fuselora.tensors import bytes_finite
 
@@ -67,8 +67,7 @@ def write_file(file: OutputFile, target: Path, means: Means, *, advance: Advance
             run.blocks()
             sink.finish()
         base_sha256 = run.base_sha256()
-        if state(os.fstat(source.descriptor)) != state(source.before):
-            raise changed(file.base.path)
+        check_unchanged(file.base)  # the marker names a path: what was read has to be there still
     return WrittenFile(run.sha256(), base_sha256, source.before, run.lost)
 
 

@@ -69,13 +69,19 @@ def journal_lines(folder: Path) -> list[dict[str, object]]:
 
 def marked_files(folder: Path) -> frozenset[str] | None:
     """The files that the marker of ``folder`` lists; None without a valid marker of our own."""
+    sizes = marked_sizes(folder)
+    return None if sizes is None else frozenset(sizes)
+
+
+def marked_sizes(folder: Path) -> dict[str, int] | None:
+    """The same, with the bytes of each."""
     if not _is_plain_file(folder / MARKER_NAME):
         return None
     try:
         marker = read_marker(folder)
     except InputError:
         return None
-    return None if marker is None else frozenset(record.path for record in marker.files)
+    return None if marker is None else {record.path: record.n_bytes for record in marker.files}
 
 
 def is_marked(folder: Path) -> bool:

@@ -19,12 +19,15 @@ from fuselora.marker import JOURNAL_NAME
 from fuselora.output import claims
 from fuselora.output.claims import JOURNAL_FAMILY, NEW_JOURNAL_NAME
 from fuselora.output.disk import sync_folder, write_file, writing
+from fuselora.reading import state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
 SCHEMA = f"{JOURNAL_FAMILY}1"
+NUMBERS = ("n_bytes", "touched", "unchanged")
+BASE_NUMBERS = ("n_bytes", "mtime_ns", "ctime_ns", "inode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,26 +37,32 @@ class BaseState:
     sha256: str
     n_bytes: int
     mtime_ns: int
+    ctime_ns: int
     inode: int
 
     @classmethod
     def of(cls, status: os.stat_result, sha256: str) -> BaseState:
         """From a ``stat`` taken before the file was read: an edit during the read then shows later."""
-        return cls(sha256, status.st_size, status.st_mtime_ns, status.st_ino)
+        return cls(sha256, *state(status))
 
     def matches(self, status: os.stat_result) -> bool:
-        """Size, modification time and inode are still the same; the content is not read."""
+        """Size, times and inode are still the same; the content is not read."""
         return self == BaseState.of(status, self.sha256)
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One finished shard: ``path`` relative to the folder, size and hex sha256 of what was written."""
+    """One finished shard: ``path`` relative to the folder, size and hex sha256 of what was written.
+
+    ``touched`` and ``unchanged``: of a sample, elements with a delta, and those that stayed as they were.
+    """
 
     path: str
     n_bytes: int
     sha256: str
     base: BaseState
+    touched: int = 0
+    unchanged: int = 0
 
 
 class Journal:
@@ -140,7 +149,7 @@ def has_finished(folder: Path) -> bool:
 
 
 def reusable(entry: Entry, file: Path, base_file: Path) -> bool:
-    """``base_file`` is the same by size, mtime and inode; ``file``, read whole, has the recorded sha256."""
+    """``base_file`` is the same by size, times and inode; ``file``, read whole, has the recorded sha256."""
     try:
         if file.is_symlink() or not file.is_file() or file.stat().st_size != entry.n_bytes:
             return False
@@ -163,9 +172,9 @@ def _encode(document: Mapping[str, object]) -> bytes:
 
 
 def _document(entry: Entry) -> dict[str, object]:
-    base = entry.base
-    state = {"sha256": base.sha256, "size": base.n_bytes, "mtime_ns": base.mtime_ns, "inode": base.inode}
-    return {"path": entry.path, "bytes": entry.n_bytes, "sha256": entry.sha256, "base": state}
+    base = {"sha256": entry.base.sha256, **{name: getattr(entry.base, name) for name in BASE_NUMBERS}}
+    own = {"path": entry.path, "sha256": entry.sha256, "base": base}
+    return {**own, **{name: getattr(entry, name) for name in NUMBERS}}
 
 
 def _entry(line: Mapping[str, object]) -> Entry | None:
@@ -173,10 +182,17 @@ def _entry(line: Mapping[str, object]) -> Entry | None:
     base = line.get("base")
     if not isinstance(base, dict):
         return None
-    texts = (line.get("path"), line.get("sha256"), base.get("sha256"))
-    numbers = (line.get("bytes"), base.get("size"), base.get("mtime_ns"), base.get("inode"))
-    if not all(isinstance(text, str) for text in texts) or not all(type(n) is int for n in numbers):
+    path, sha256, base_sha256 = line.get("path"), line.get("sha256"), base.get("sha256")
+    numbers, base_numbers = _numbers(line, NUMBERS), _numbers(base, BASE_NUMBERS)
+    if not isinstance(path, str) or not isinstance(sha256, str) or not isinstance(base_sha256, str):
         return None
-    path, sha256, base_sha256 = (str(text) for text in texts)
-    n_bytes, size, mtime_ns, inode = (n for n in numbers if isinstance(n, int))
-    return Entry(path, n_bytes, sha256, BaseState(base_sha256, size, mtime_ns, inode))
+    if numbers is None or base_numbers is None:
+        return None
+    state = BaseState(base_sha256, **base_numbers)
+    return Entry(path, sha256=sha256, base=state, **numbers)
+
+
+def _numbers(document: Mapping[str, object], names: Sequence[str]) -> dict[str, int] | None:
+    """These fields; None unless every one is there and a whole number."""
+    found = {name: value for name in names if type(value := document.get(name)) is int}
+    return found if len(found) == len(names) else None

@@ -32,8 +32,8 @@ _TRIES = 50
 
 
 @contextmanager
-def held(path: Path) -> Iterator[None]:
-    """Holds the lock file ``path``, and removes it at the end.
+def held(path: Path) -> Iterator[int]:
+    """Holds the lock file ``path``, open at the descriptor given, and removes it at the end.
 
     Raises ``OutputError`` if a live process holds it, or if a file that is not our lock is in its place.
     """
@@ -41,11 +41,11 @@ def held(path: Path) -> Iterator[None]:
     with writing(path):
         descriptor = _acquire(path)
     try:
-        yield
+        yield descriptor
     finally:
         # Removed while it is held: whoever opened it meanwhile sees that it is no longer at its path.
         with suppress(OSError):
-            if _is_at(path, descriptor):
+            if is_at(path, descriptor):
                 path.unlink()
         os.close(descriptor)
 
@@ -65,10 +65,11 @@ def refuse_held(path: Path) -> None:
 def refuse_foreign(path: Path) -> None:
     """Raises ``OutputError`` if something that is not our lock file is at ``path``."""
     try:
-        mode = path.lstat().st_mode  # once: the one that holds it may remove it meanwhile
+        found = path.lstat()  # once: the one that holds it may remove it meanwhile
     except OSError:
         return  # nothing is there, or what is written next says why not
-    if not stat.S_ISREG(mode) or not _is_ours(path):
+    # who holds it is written into it: a second name of a user's file is no place for that
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or not _is_ours(path):
         raise OutputError(
             f"{path}: is in the place of fuselora's lock file and is not one",
             hint="Move it away, or choose another --out.",
@@ -90,7 +91,7 @@ def _acquire(path: Path) -> int:
         try:
             if not _locked(descriptor, fcntl.LOCK_EX):
                 raise _busy(path)
-            if _is_at(path, descriptor):
+            if is_at(path, descriptor):
                 _sign(path, descriptor)
                 return descriptor
         except BaseException:
@@ -123,7 +124,8 @@ def _locked(descriptor: int, kind: int) -> bool:
     return True
 
 
-def _is_at(path: Path, descriptor: int) -> bool:
+def is_at(path: Path, descriptor: int) -> bool:
+    """Whether the file that is open is still what the path names, and no link to it."""
     try:
         return os.path.samestat(path.lstat(), os.fstat(descriptor))
     except FileNotFoundError:

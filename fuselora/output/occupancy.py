@@ -102,15 +102,18 @@ def _refuse_strangers(folder: Path, strangers: list[str]) -> None:
 
 
 def refuse_incomplete(folder: Path) -> None:
-    """The marker in ``folder`` is valid and lists the files that are there, no more and no less."""
-    marked = claims.marked_files(folder)
-    if marked is None:
+    """The marker in ``folder`` is valid and lists the files that are there, of their sizes, and no others."""
+    sizes = claims.marked_sizes(folder)
+    if sizes is None:
         refuse(folder, f"has no valid {MARKER_NAME} and is not published")
+    marked = frozenset(sizes)
     present = set(claims.files_in(folder)) - {MARKER_NAME, JOURNAL_NAME, NEW_JOURNAL_NAME}
     for files, what in ((marked - present, "lacks"), (present - marked, "also holds")):
         if files:
             names = sorted(files)
             refuse(folder, f"{what} {_shown(names)}, at odds with its {MARKER_NAME}", files=names)
+    if other := [path for path, n_bytes in sizes.items() if (folder / path).stat().st_size != n_bytes]:
+        refuse(folder, f"holds {_shown(other)} of another size than its {MARKER_NAME} says", files=other)
 
 
 def is_set_aside(former: Path) -> bool:

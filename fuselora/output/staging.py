@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from fuselora.errors import OutputError
-from fuselora.filenames import FORMER_ENDING, FORMER_NAME, STAGE_ENDING, STAGE_NAME, is_reserved
+from fuselora.filenames import FORMER_ENDING, FORMER_NAME, LOCK_ENDING, STAGE_ENDING, STAGE_NAME, is_reserved
 from fuselora.marker import JOURNAL_NAME
 from fuselora.output import claims, lock, occupancy, volume
 from fuselora.output.claims import NEW_JOURNAL_NAME
@@ -24,9 +25,17 @@ from fuselora.output.space import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path, PurePosixPath
+    from pathlib import Path
 
 __all__ = ["JOURNAL_NAME", "Stage", "discard", "open_stage", "prepare", "publish"]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The staging folder and the lock, by their descriptors."""
+
+    folder: int
+    lock: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +46,7 @@ class Stage:
     point (``mounted``). ``lock`` guards it. ``former`` is where an output being replaced may stand for
     a moment. ``replaces`` says that OUT held a fused checkpoint of ours, ``restart`` that an earlier
     partial run is dropped, and ``made`` are the parents of OUT that did not exist, outermost first.
-    ``opened`` is the descriptor of ``folder``, inside ``open_stage``.
+    ``opened`` says which folder and lock these are, inside ``open_stage``.
     """
 
     out: Path
@@ -48,24 +57,38 @@ class Stage:
     replaces: bool
     restart: bool
     made: tuple[Path, ...]
-    opened: int | None = None
+    opened: Opened | None = None
 
-    def place(self, path: str | PurePosixPath) -> Path:
-        """Where the file at ``path`` is written. Raises ``OutputError``.
+    def place(self, *paths: str | PurePosixPath) -> Path:
+        """Where the file at the last of ``paths`` is written, once the folders of all are this run's own.
 
-        Who may write beside OUT can put another folder, or a link into the base, in the stage's place.
+        Who may write beside OUT can put another folder, or a link into the base, in the place of the stage
+        or of a folder in it. Raises ``OutputError``.
         """
-        if not self.stands():
-            what = "is no longer the folder that this run writes to"
-            occupancy.refuse(self.folder, what, "Find out what replaced it, and run again.")
-        return self.folder / path
+        if (what := self._lost()) is not None:
+            occupancy.refuse(self.folder, what, "Find out what else works there, and run again.")
+        folders = {self.folder / parent for path in paths for parent in PurePosixPath(path).parents}
+        for folder in sorted(folders - {self.folder}):
+            if os.path.lexists(folder) and (volume.is_mount(folder) or not claims.is_real_folder(folder)):
+                what = "is no folder of this run: something was put in its place"
+                occupancy.refuse(folder, what, "Find out what else works there, and run again.")
+        return self.folder.joinpath(*paths[-1:])
 
     def stands(self) -> bool:
-        """Whether ``folder`` still names the folder that ``open_stage`` opened."""
+        """Whether ``folder`` and ``lock`` are still what ``open_stage`` opened."""
+        return self._lost() is None
+
+    def _lost(self) -> str | None:
+        """What became of the folder or the lock."""
         assert self.opened is not None  # a stage is written to inside ``open_stage`` alone
-        if not claims.is_real_folder(self.folder):
-            return False
-        return os.path.samestat(os.fstat(self.opened), self.folder.stat())
+        if not os.path.lexists(self.folder):
+            return "is gone"
+        found = self.folder.lstat()
+        if not os.path.samestat(os.fstat(self.opened.folder), found):
+            return "is no longer the folder that this run writes to"
+        if not lock.is_at(self.lock, self.opened.lock):
+            return f"is no longer this run's alone: its lock {self.lock.name} was removed"
+        return None
 
 
 def prepare(out: Path, *, inputs: Sequence[Path], overwrite: bool, restart: bool) -> Stage:
@@ -93,14 +116,14 @@ def open_stage(stage: Stage) -> Iterator[Stage]:
     try:
         with writing(stage.folder):
             stage.lock.parent.mkdir(parents=True, exist_ok=True)
-        with lock.held(stage.lock):
+        with lock.held(stage.lock) as held:
             with writing(stage.folder):
                 _settle(stage)
-                opened = os.open(stage.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                folder = os.open(stage.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                yield replace(stage, opened=opened)
+                yield replace(stage, opened=Opened(folder, held))
             finally:
-                os.close(opened)
+                os.close(folder)
     finally:
         _remove_made(stage)
 
@@ -112,7 +135,8 @@ def publish(stage: Stage, *, overwrite: bool) -> None:
     ``OutputError``; the stage is then still there, unless ``facts["published"]`` says OUT is complete.
     """
     with writing(stage.out):
-        occupancy.refuse_incomplete(stage.place("."))
+        occupancy.refuse_incomplete(stage.place())
+        stage.place(*claims.files_in(stage.folder))
         replaces = occupancy.refuse_occupied(stage, overwrite)
         sync_tree(stage.folder)
         if stage.mounted:
@@ -159,7 +183,7 @@ def _stage(out: Path, restart: bool) -> Stage:
     return Stage(
         out=out,
         folder=folder,
-        lock=folder.with_name(f"{folder.name}.lock"),
+        lock=folder.with_name(folder.name + LOCK_ENDING),
         former=former,
         mounted=mounted,
         replaces=occupancy.holds_output(out, former, mounted),

@@ -16,7 +16,7 @@ from fuselora.header import DTYPE_BITS, PAGE, Header
 from fuselora.planning import OutputFile
 from fuselora.steps import BLOCK_BYTES, Copy, Fuse, Step, chunk_grid
 
-BASE = Header(Path("base"), 0, 0, (), {}, "", (0, 0, 0))
+BASE = Header(Path("base"), 0, 0, (), {}, "", (0, 0, 0, 0))
 Tensor = tuple[int, int, str, str, bool]  # rows, columns, dtype in the base, in the output, copied
 
 

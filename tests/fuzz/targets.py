@@ -73,7 +73,7 @@ def _write_journal(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     with journal.Journal.open(folder, PLAN, files=["a.safetensors", "b.safetensors"]) as book:
         for name in ("a.safetensors", "b.safetensors"):
-            book.record(journal.Entry(name, 8, "b" * 64, journal.BaseState("c" * 64, 8, 5, 6)))
+            book.record(journal.Entry(name, 8, "b" * 64, journal.BaseState("c" * 64, 8, 5, 6, 7)))
 
 
 def _write_base(folder: Path) -> None:

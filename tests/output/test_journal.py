@@ -17,7 +17,13 @@ from fuselora.output.journal import SCHEMA, BaseState, Entry, Journal, read, reu
 from tests.output.fused_folder import sha256, tree
 
 PLAN = "sha256:plan"
-BASE = BaseState(sha256="b" * 64, n_bytes=4, mtime_ns=1_700_000_000_123_456_789, inode=1 << 40)
+BASE = BaseState(
+    sha256="b" * 64,
+    n_bytes=4,
+    mtime_ns=1_700_000_000_123_456_789,
+    ctime_ns=1_700_000_000_123_456_790,
+    inode=1 << 40,
+)
 
 
 def entry(path: str, content: bytes = b"shard") -> Entry:
@@ -53,9 +59,17 @@ def test_what_is_recorded_is_read_again(tmp_path: Path) -> None:
     }
     assert lines[0] == {
         "path": A.path,
-        "bytes": 5,
+        "n_bytes": 5,
+        "touched": 0,
+        "unchanged": 0,
         "sha256": A.sha256,
-        "base": {"sha256": "b" * 64, "size": 4, "mtime_ns": BASE.mtime_ns, "inode": BASE.inode},
+        "base": {
+            "sha256": "b" * 64,
+            "n_bytes": 4,
+            "mtime_ns": BASE.mtime_ns,
+            "ctime_ns": BASE.ctime_ns,
+            "inode": BASE.inode,
+        },
     }
 
 

@@ -190,3 +190,13 @@ def test_a_lock_that_goes_while_it_is_looked_at_is_no_foreign_file(
 
     monkeypatch.setattr(Path, "lstat", last_seen)
     assert ready(out, base).lock == path
+
+
+def test_a_second_name_of_a_users_empty_file_is_no_lock(tmp_path: Path) -> None:
+    mine, lock_file = tmp_path / "mine.txt", tmp_path / "out.partial.lock"
+    mine.touch()
+    os.link(mine, lock_file)
+    with pytest.raises(OutputError, match="is in the place of fuselora's lock file"), lock.held(lock_file):
+        pass
+    assert mine.read_bytes() == b""
+    assert lock_file.exists()

@@ -133,11 +133,65 @@ def test_another_folder_in_the_stages_place_is_left_alone(
         swap(stage.folder, tmp_path / "precious")
         there = tree(stage.folder) if stage.folder.exists() else None
         for act in (lambda: publish(stage, overwrite=True), lambda: stage.place(SHARDS[0])):
-            with pytest.raises(OutputError, match=r"out\.partial: is no longer the folder"):
+            with pytest.raises(OutputError, match=r"out\.partial: is (no longer the folder|gone)"):
                 act()
         discard(stage)
         assert (tree(stage.folder) if stage.folder.exists() else None) == there
     assert tree(tmp_path / "precious") == expected("old")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("folder", ["vae", "transformer"])
+def test_a_link_in_the_place_of_a_folder_of_the_stage(
+    out: Path, base: Path, tmp_path: Path, folder: str
+) -> None:
+    """What is written through it would take the place of the base's own files."""
+    write_fused(tmp_path / "precious", "old")
+    with open_stage(ready(out, base)) as stage:
+        fill(stage.folder, base, "one")
+        shutil.rmtree(stage.folder / folder)
+        (stage.folder / folder).symlink_to(tmp_path / "precious" / folder)
+        with pytest.raises(OutputError, match=rf"out\.partial/{folder}: is no folder of this run"):
+            stage.place(f"{folder}/x/config.json")
+        with pytest.raises(OutputError, match="at odds with its"):
+            publish(stage, overwrite=True)
+    assert tree(tmp_path / "precious") == expected("old")
+    assert not out.exists()
+
+
+def test_a_mount_in_the_place_of_a_folder_of_the_stage(
+    out: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_stage(ready(out, base)) as stage:
+        fill(stage.folder, base, "one")
+        monkeypatch.setattr("fuselora.output.volume.is_mount", lambda path: path.name == "vae")
+        assert stage.place(SHARDS[0]) == stage.folder / SHARDS[0]
+        for act in (lambda: publish(stage, overwrite=True), lambda: stage.place("vae/config.json")):
+            with pytest.raises(OutputError, match="vae: is no folder of this run"):
+                act()
+
+
+def test_a_lock_that_is_removed_means_that_another_run_may_write(out: Path, base: Path) -> None:
+    with open_stage(ready(out, base)) as first:
+        fill(first.folder, base, "one")
+        first.lock.unlink()
+        with open_stage(ready(out, base)) as second:
+            fill(second.folder, base, "one", stop_after=1)
+            for act in (lambda: publish(first, overwrite=True), lambda: first.place(SHARDS[0])):
+                with pytest.raises(OutputError, match=r"its lock out\.partial\.lock was removed"):
+                    act()
+            discard(first)
+            assert (second.folder / JOURNAL_NAME).is_file()
+    assert not out.exists()
+    assert run(out, base, "one") == list(SHARDS)
+
+
+def test_a_shard_that_was_cut_after_it_was_written_is_not_published(out: Path, base: Path) -> None:
+    with open_stage(ready(out, base)) as stage:
+        fill(stage.folder, base, "one")
+        os.truncate(stage.folder / SHARDS[1], 3)
+        with pytest.raises(OutputError, match=f"holds {SHARDS[1]} of another size"):
+            publish(stage, overwrite=True)
     assert not out.exists()
 
 
@@ -287,7 +341,7 @@ def test_a_base_called_old_is_no_trouble_where_nothing_is_replaced(tmp_path: Pat
     assert not ready(tmp_path / "out", tmp_path / "out.old").replaces
 
 
-@pytest.mark.parametrize("name", ["out.partial", "fuselora.partial", "fuselora.former"])
+@pytest.mark.parametrize("name", ["out.partial", "out.partial.lock", "fuselora.partial", "fuselora.former"])
 def test_out_may_not_have_a_name_that_runs_take_for_their_own(tmp_path: Path, name: str) -> None:
     with pytest.raises(OutputError, match=f"{name}: has the name of a folder"):
         ready(tmp_path / name)
