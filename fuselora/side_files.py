@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from fuselora.errors import CheckpointError
+from fuselora.escape import short
 from fuselora.fields import NOT_IN_PATHS
 from fuselora.filenames import is_private
 from fuselora.marker import FILE_NAME as MARKER_NAME
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 SHOWN = 12
+MAX_DEPTH = 200  # far over all that is published, and under what Python's own functions for paths take
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ def survey(root: Path, *, exclude: Callable[[str], bool]) -> tuple[SideFile, ...
     bounds = _Bounds.of(root)
     found: list[SideFile] = []
     faults: list[str] = []
-    for path, place in _walk(root.absolute(), "", (), bounds):
+    for path, place in sorted(_walk(root.absolute(), bounds)):
         if path in (MARKER_NAME, JOURNAL_NAME) or exclude(path):
             continue
         if fault := _fault(path, place, bounds):
@@ -70,22 +72,29 @@ class _Bounds:
         return at.is_relative_to(self.root) or (self.blobs is not None and at.parent == Path(self.blobs))
 
 
-def _walk(folder: Path, prefix: str, trail: tuple[str, ...], bounds: _Bounds) -> Iterator[tuple[str, Path]]:
+def _walk(root: Path, bounds: _Bounds) -> Iterator[tuple[str, Path]]:
     """Everything but folders, and the links to folders that are not followed: outside, or in a circle."""
-    trail = (*trail, os.path.realpath(folder))
+    waiting: list[tuple[Path, str, tuple[str, ...]]] = [(root, "", ())]
+    while waiting:
+        folder, prefix, trail = waiting.pop()
+        if len(trail) > MAX_DEPTH:
+            _refuse(root, [f"{short(prefix)} lies more than {MAX_DEPTH} folders deep"])
+        trail = (*trail, os.path.realpath(folder))
+        for place in _listed(folder):
+            path, target = prefix + place.name, os.path.realpath(place)
+            if is_private(path):
+                continue
+            if place.is_dir() and target not in trail and Path(target).is_relative_to(bounds.root):
+                waiting.append((place, f"{path}/", trail))
+            else:
+                yield path, place
+
+
+def _listed(folder: Path) -> list[Path]:
     try:
-        names = sorted(place.name for place in folder.iterdir())
+        return list(folder.iterdir())
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be read: {error.strerror}", path=str(folder)) from error
-    for name in names:
-        path, place = prefix + name, folder / name
-        target = os.path.realpath(place)
-        if is_private(path):
-            continue
-        if place.is_dir() and target not in trail and Path(target).is_relative_to(bounds.root):
-            yield from _walk(place, f"{path}/", trail, bounds)
-        else:
-            yield path, place
 
 
 def _fault(path: str, place: Path, bounds: _Bounds) -> str | None:

@@ -21,6 +21,7 @@ from fuselora.compare import ComponentReport, compare_component, same_bytes
 from fuselora.digest import content_sha256, read_range
 from fuselora.errors import FormatError, FuseloraError, MarkerError, UsageError
 from fuselora.families import Layout
+from fuselora.folders import entries
 from fuselora.jsonfile import read_json
 from fuselora.marker import FILE_NAME, ComponentRecord, LoraRecord, Marker, read_marker
 from fuselora.progress import Progress, Silent
@@ -133,7 +134,8 @@ def _refuse_needless_skeleton(out: Path) -> None:
 
 
 def _checked(out: Path, progress: Progress) -> CheckReport:
-    n_bytes = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    held = entries(out, strict=False)
+    n_bytes = sum(entry.stat().st_size for entry in held if entry.is_file())
     with progress.phase("check digests", n_bytes) as advance:
         checked = check(out, digest=True)
         advance(n_bytes)

@@ -5,20 +5,20 @@ Standard library only.
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from fuselora.errors import InputError
+from fuselora.folders import entries, folders
 from fuselora.jsonfile import is_crowded, object_in
 from fuselora.marker import FILE_NAME as MARKER_NAME
 from fuselora.marker import JOURNAL_NAME, read_marker
 from fuselora.reading import start_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection
 
 JOURNAL_FAMILY = "fuselora.journal/"
 NEW_JOURNAL_NAME = f"{JOURNAL_NAME}.new"
@@ -31,18 +31,8 @@ def files_in(folder: Path, *, skip: Collection[str] = ()) -> list[str]:
 
     ``skip`` names entries of ``folder`` itself that are left out.
     """
-    return sorted(_walk(folder, "", skip))
-
-
-def _walk(folder: Path, prefix: str, skip: Collection[str]) -> Iterator[str]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name in skip:
-                continue
-            if entry.is_dir(follow_symlinks=False):
-                yield from _walk(Path(entry.path), f"{prefix}{entry.name}/", ())
-            else:
-                yield prefix + entry.name
+    found = (entry for entry in entries(folder, skip=skip) if not entry.is_dir(follow_symlinks=False))
+    return sorted(Path(entry.path).relative_to(folder).as_posix() for entry in found)
 
 
 def journal_lines(folder: Path) -> list[dict[str, object]]:
@@ -137,13 +127,9 @@ def remove(folder: Path) -> None:
 
 def prune(folder: Path, *, skip: Collection[str] = ()) -> None:
     """Removes the folders inside ``folder`` that hold no file."""
-    with os.scandir(folder) as entries:
-        inner = [entry for entry in entries if entry.name not in skip]
-    for entry in inner:
-        if entry.is_dir(follow_symlinks=False):
-            prune(Path(entry.path))
-            with suppress(OSError):
-                Path(entry.path).rmdir()
+    for inner in reversed(folders(folder, skip=skip)):
+        with suppress(OSError):
+            inner.rmdir()
 
 
 def is_inside(path: str) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuselora.errors import OutputError
+from fuselora.folders import folders
 from fuselora.output.space import amount, available
 from fuselora.reading import MORE_FILES
 
@@ -86,5 +87,5 @@ def sync_folder(folder: Path) -> None:
 
 def sync_tree(root: Path) -> None:
     """``sync_folder`` for every folder under ``root``, the deepest first, then ``root``."""
-    for folder, _, _ in os.walk(root, topdown=False):
-        sync_folder(Path(folder))
+    for folder in reversed((root, *folders(root))):
+        sync_folder(folder)

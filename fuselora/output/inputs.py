@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fuselora.errors import OutputError
+from fuselora.folders import entries, folders
 from fuselora.reading import real_path
 
 if TYPE_CHECKING:
@@ -59,8 +60,7 @@ def _shared(place: Path, source: Path) -> str | None:
     if _folders(place) & _folders(source):
         return f"a folder of the input {source}"
     real = os.path.realpath(place) + os.sep
-    entries = (os.path.join(at, name) for at, *names in os.walk(source) for name in (*names[0], *names[1]))  # noqa: PTH118
-    linked = any(os.path.realpath(entry).startswith(real) for entry in entries)
+    linked = any(os.path.realpath(entry.path).startswith(real) for entry in entries(source, strict=False))
     return f"files that the input {source} links to" if linked else None
 
 
@@ -78,7 +78,7 @@ def _relation(place: Path, source: Path, folders: set[Identity]) -> str | None:
 
 def _folders(path: Path) -> set[Identity]:
     """``path`` and every folder in it; empty for a file and for what is absent. Links are not followed."""
-    found = (_identity(Path(folder)) for folder, _, _ in os.walk(path))
+    found = map(_identity, (path, *folders(path, strict=False)) if path.is_dir() else ())
     return {identity for identity in found if identity is not None}
 
 
