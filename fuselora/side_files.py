@@ -23,11 +23,15 @@ MAX_DEPTH = 200  # far over all that is published, and under what Python's own f
 
 @dataclass(frozen=True, slots=True)
 class SideFile:
-    """A file of the base that is no fused weight: ``path`` relative with ``/``, ``source`` absolute."""
+    """A file of the base that is no fused weight: ``path`` relative with ``/``, ``source`` absolute.
+
+    ``n_bytes`` and ``mtime_ns`` are what it had when the base was looked through.
+    """
 
     path: str
     source: Path
     n_bytes: int
+    mtime_ns: int
 
 
 def survey(root: Path, *, exclude: Callable[[str], bool]) -> tuple[SideFile, ...]:
@@ -46,7 +50,8 @@ def survey(root: Path, *, exclude: Callable[[str], bool]) -> tuple[SideFile, ...
         if fault := _fault(path, place, bounds):
             faults.append(f"{path} {fault}")
         else:
-            found.append(SideFile(path, place, place.stat().st_size))
+            status = place.stat()
+            found.append(SideFile(path, place, status.st_size, status.st_mtime_ns))
     if faults:
         _refuse(root, faults)
     return tuple(sorted(found, key=lambda side: side.path))

@@ -31,8 +31,9 @@ def test_every_side_file_is_found_in_one_order(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert paths(tmp_path) == sorted(names)
     found = {side.path: side for side in survey(tmp_path, exclude=lambda path: False)}
+    source = tmp_path / "vae" / "config.json"
     assert found["vae/config.json"] == SideFile(
-        "vae/config.json", tmp_path / "vae" / "config.json", len(CONTENT)
+        "vae/config.json", source, len(CONTENT), source.stat().st_mtime_ns
     )
 
 

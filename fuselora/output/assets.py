@@ -76,7 +76,7 @@ def _copy(side: SideFile, target: Path, *, digest: bool) -> Placed:
             how: How = "reflink" if _cloned(source, copy) else "copy"
             sha256 = None if how == "reflink" else _stream(side, source, copy, digest=digest)
             os.fsync(copy.fileno())
-        _check(side, os.fstat(source.fileno()), before)
+        _check(side, os.fstat(source.fileno()))
     return Placed(how, sha256_file(target) if digest and sha256 is None else sha256)
 
 
@@ -120,10 +120,9 @@ def _status(side: SideFile) -> os.stat_result:
         return side.source.stat()
 
 
-def _check(side: SideFile, now: os.stat_result, before: os.stat_result | None = None) -> None:
-    """The source still has the size that was surveyed, and was not written while it was copied."""
-    edited = before is not None and now.st_mtime_ns != before.st_mtime_ns
-    if now.st_size != side.n_bytes or edited:
+def _check(side: SideFile, now: os.stat_result) -> None:
+    """The source is as it was when the base was looked through."""
+    if (now.st_size, now.st_mtime_ns) != (side.n_bytes, side.mtime_ns):
         raise ChangedError(
             f"{side.source}: was changed while it was being copied",
             hint="Run again when nothing writes to the base.",

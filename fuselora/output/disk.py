@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from fuselora.errors import OutputError
 from fuselora.folders import folders
-from fuselora.output.space import amount, available
+from fuselora.output.space import amount, available, files_left
 from fuselora.reading import MORE_FILES
 
 if TYPE_CHECKING:
@@ -49,6 +49,10 @@ def writing(path: Path, n_bytes: int | None = None) -> Iterator[None]:
 def refusal(path: Path, error: OSError, n_bytes: int | None = None) -> OutputError:
     """``error`` as the user should read it: the path, what was needed and what there was."""
     reason = error.strerror or str(error)
+    if error.errno == errno.ENOSPC and files_left(path) == 0:
+        text = f"{path}: cannot be written: its file system takes no more files (no inodes left)"
+        hint = "Remove files that are not needed, or choose another --out."
+        return OutputError(text, hint=hint, path=str(path), errno="ENOSPC")
     free = available(path) if n_bytes is not None or error.errno in _FULL else None
     rows = (("to write", n_bytes), ("available", free))
     known = [f"{amount(value)} {what}" for what, value in rows if value is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import stat
 from typing import TYPE_CHECKING
@@ -38,6 +39,15 @@ def available(folder: Path) -> int | None:
     except OSError:
         return None
     return usage.free if usage.total else None
+
+
+def files_left(path: Path) -> int | None:
+    """How many more files the file system of ``path`` takes; None where it does not say."""
+    try:
+        found = os.statvfs(nearest(path))
+    except OSError:
+        return None
+    return found.f_favail if found.f_files else None
 
 
 def held(path: Path) -> int:

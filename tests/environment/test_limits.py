@@ -63,6 +63,23 @@ def test_a_disk_that_is_full(kilobytes: int, inputs: Inputs, tmp_path: Path) -> 
     assert "hint: " in done.stderr
 
 
+@pytest.mark.parametrize("files", [3, 8, 14])
+def test_a_file_system_that_takes_no_more_files(files: int, inputs: Inputs, tmp_path: Path) -> None:
+    """It may have all the bytes in the world."""
+    if not may_mount(tmp_path):
+        pytest.skip("this machine mounts nothing for a process of its own")
+    (tmp_path / "disk").mkdir()
+    words = " ".join(inputs.arguments("disk/out"))
+    mount = f"mount -t tmpfs -o nr_inodes={files} none disk"
+    again = "mount -o remount,nr_inodes=200 disk"
+    script = f"{mount}; {COMMAND} {words}; echo rc $?; {again}; {COMMAND} {words}; echo rc $?; ls -A disk"
+    done = shell(script, tmp_path, *UNSHARE)
+    assert [line for line in done.stdout.splitlines() if line.startswith("rc")] == ["rc 1", "rc 0"]
+    assert done.stdout.split()[-1] == "out"
+    assert "takes no more files (no inodes left)" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_file_system_that_is_read_only(inputs: Inputs, tmp_path: Path) -> None:
     if not may_mount(tmp_path):
         pytest.skip("this machine mounts nothing for a process of its own")

@@ -22,8 +22,13 @@ from tests.side_files import CONTENT, hub_snapshot, put
 
 @pytest.fixture
 def side(tmp_path: Path) -> SideFile:
-    source = put(tmp_path / "base" / "config.json")
-    return SideFile("config.json", source, len(CONTENT))
+    return seen("config.json", put(tmp_path / "base" / "config.json"))
+
+
+def seen(path: str, source: Path) -> SideFile:
+    """As ``survey`` finds it."""
+    status = source.stat()
+    return SideFile(path, source, status.st_size, status.st_mtime_ns)
 
 
 @pytest.fixture
@@ -59,7 +64,7 @@ def test_a_hard_link_is_the_same_file(side: SideFile, target: Path, digest: bool
 @pytest.mark.parametrize("digest", [True, False])
 def test_a_symlink_leads_to_the_real_file(side: SideFile, target: Path, tmp_path: Path, digest: bool) -> None:
     (tmp_path / "alias").symlink_to(side.source)
-    linked = SideFile(side.path, tmp_path / "alias", side.n_bytes)
+    linked = seen(side.path, tmp_path / "alias")
     assert place(linked, target, "symlink", digest=digest) == Placed(
         "symlink", sha256(CONTENT) if digest else None
     )
@@ -126,7 +131,7 @@ def test_a_clone_is_used_where_the_file_system_has_them(
 @pytest.mark.parametrize("n_bytes", [0, READ_BYTES, 2 * READ_BYTES + 1])
 def test_a_copy_is_whole_at_any_length(tmp_path: Path, target: Path, n_bytes: int) -> None:
     content = os.urandom(1000) * (n_bytes // 1000) + b"x" * (n_bytes % 1000)
-    side = SideFile("x", put(tmp_path / "x", content), n_bytes)
+    side = seen("x", put(tmp_path / "x", content))
     assert place(side, target, "copy", digest=True).sha256 == sha256(content)
     assert target.read_bytes() == content
 
@@ -179,6 +184,16 @@ def test_a_source_written_during_the_copy_is_refused(
 
 
 @pytest.mark.parametrize("mode", ["copy", "hardlink", "symlink"])
+def test_a_source_that_was_edited_since_it_was_found(side: SideFile, target: Path, mode: Assets) -> None:
+    """Of the same size: the plan was made by what it said before."""
+    side.source.write_bytes(CONTENT[::-1])
+    os.utime(side.source, ns=(0, side.mtime_ns + 1))
+    with pytest.raises(ChangedError, match=r"config\.json: was changed"):
+        place(side, target, mode, digest=True)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("mode", ["copy", "hardlink", "symlink"])
 def test_a_source_that_is_gone_is_the_bases_fault(side: SideFile, target: Path, mode: Assets) -> None:
     side.source.unlink()
     with pytest.raises(ReadError, match=r"base/config\.json: cannot be read: No such file"):
@@ -186,7 +201,7 @@ def test_a_source_that_is_gone_is_the_bases_fault(side: SideFile, target: Path, 
 
 
 def test_a_source_that_cannot_be_read_is_the_bases_fault(target: Path) -> None:
-    unreadable = SideFile("mem", Path("/proc/self/mem"), 0)
+    unreadable = seen("mem", Path("/proc/self/mem"))
     with pytest.raises(ReadError, match="/proc/self/mem: cannot be read: Input/output error"):
         place(unreadable, target, "copy", digest=True)
 
