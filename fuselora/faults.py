@@ -317,6 +317,11 @@ def _option_for(adapter: Adapter, options: Sequence[AlphaSpec]) -> AlphaSpec | N
 def _unused_alphas(matchings: Sequence[Matching], options: Sequence[AlphaSpec]) -> Iterator[Fault]:
     for option in options:
         takers = [m for m in matchings if _option_for(m.assignment.adapter, options) == option]
+        sources = dict.fromkeys(m.assignment.adapter.location.spec.source for m in takers)
+        if option.source and len(sources) > 1:
+            text = f"--alpha {option.alpha:g} for {option.source}: {len(sources)} LoRAs are called so"
+            yield Fault("ambiguous", text, hint=f"Say which: {' or '.join(sources)}.")
+            continue
         used = any(hit.alpha and hit.alpha.source == "option" for m in takers for hit in m.hits)
         if not used and not any(m.faults for m in takers):
             target = f" for {option.source}" if option.source else ""

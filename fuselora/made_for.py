@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from fuselora.families.recognition import families_named, families_of
 from fuselora.kinds import BadParts, Kind
 from fuselora.lora.grammar import UNFUSED, parse_key, spellings
+from fuselora.targets import named_component
+from fuselora.text_encoders import MEANINGS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -35,7 +37,7 @@ class Names:
     def deltas(self, adapter: Adapter) -> dict[str, tuple[int, ...]]:
         """The base tensors that the LoRA speaks of and the shape of each delta, () where it has none."""
         found: dict[str, tuple[int, ...]] = {}
-        for module in adapter.modules:
+        for module in _of_models(adapter):
             name = self.plain(module.name)
             if not module.kinds:  # an alpha alone
                 found.setdefault(name + ".weight", ())
@@ -95,9 +97,14 @@ def _candidate(family: Family, adapter: Adapter, *, is_stated: bool) -> Candidat
     return Candidate(family, kin, max(blocks, default=-1) + 1, is_whole, is_stated)
 
 
+def _of_models(adapter: Adapter) -> Iterator[Module]:
+    """Its modules but for those whose prefix says that they are a text encoder's."""
+    return (module for module in adapter.modules if named_component(module.name) not in MEANINGS)
+
+
 def _readings(adapter: Adapter) -> Iterator[str]:
     """All modules' names, prefix off, flattened ones as they are."""
-    modules = (module.name for module in adapter.modules)
+    modules = (module.name for module in _of_models(adapter))
     unread = (UNFUSED_ENDING.sub("", key) for key in unread_keys(adapter))
     return (spellings(name)[-1].name for name in (*modules, *unread))
 

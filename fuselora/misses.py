@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -94,12 +95,30 @@ def _miss_hint(matching: Matching, checkpoint: Checkpoint) -> str:
     component = matching.assignment.component
     base_key = next(iter(component.tensors()), "nothing")
     named = {named_component(miss.module.name) for miss in matching.unmatched}
-    absent = [name for name in named if name and name in MEANINGS and not component.encoders_inside(name)]
-    lacking = " and ".join(sorted(absent))
+    asked = (name for name in named if name and name in MEANINGS)
+    absent = sorted(name for name in asked if not component.encoders_inside(name))
+    lacking = " and ".join(absent)
     whole = f"For {lacking} fuse into a pipeline that has it. " if lacking else ""
     unfit = any(fault.hint == OTHER_SIZE for fault in matching.faults)
-    allow = "" if unfit else "Name the modules that may stay unapplied with --allow-unmatched GLOB."
+    allow = "" if unfit else _leave_out(matching, absent)
     return f"{meant or f'The base has keys like {base_key}. '}{whole}{allow}".rstrip()
+
+
+def _leave_out(matching: Matching, absent: Sequence[str]) -> str:
+    """The option, for the halves of text encoders that the base lacks as it has to be given."""
+    names = [miss.module.name for miss in matching.unmatched]
+    halves = [[name for name in names if named_component(name) == encoder] for encoder in absent]
+    if sum(map(len, halves)) < len(names):
+        return "Name the modules that may stay unapplied with --allow-unmatched GLOB."
+    globs = (f"--allow-unmatched '{half[0] if len(half) == 1 else _beginning(half)}'" for half in halves)
+    return f"To leave that out: {' '.join(globs)}"
+
+
+def _beginning(names: Sequence[str]) -> str:
+    """What all names begin with, up to the end of a word, as a glob."""
+    first, last = min(names), max(names)
+    same = next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    return re.sub(r"(?<=[._])[^._]*$", "", first[:same]) + "*"
 
 
 def is_zero(adapter: Adapter, module: Module) -> bool:

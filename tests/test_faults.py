@@ -265,6 +265,16 @@ def test_zeros_that_match_nothing_are_refused_too(tmp_path: Path) -> None:
     assert only(on(tmp_path, BASE, lora).faults).kind == "no_match"
 
 
+def test_an_alpha_for_a_name_that_two_loras_have(tmp_path: Path) -> None:
+    checkpoint, _ = one_component(tmp_path / "base.safetensors", BASE)
+    paths = [tmp_path / folder / "x.safetensors" for folder in ("a", "b")]
+    loras = [open_lora(path, pair(Q), spec=LoraSpec(str(path))) for path in paths]
+    fault = only(checked(checkpoint, *loras, alphas=(AlphaSpec(2.0, "x.safetensors"),)).faults)
+    assert (fault.kind, fault.hint) == ("ambiguous", f"Say which: {paths[0]} or {paths[1]}.")
+    assert "2 LoRAs are called so" in fault.message
+    assert checked(checkpoint, *loras, alphas=(AlphaSpec(2.0, str(paths[1])),)).faults == ()
+
+
 def test_alphas_alone_match_nothing(tmp_path: Path) -> None:
     assert only(on(tmp_path, BASE, [tensor(f"{Q}.alpha")]).faults).kind == "no_match"
 

@@ -19,7 +19,7 @@ from fuselora.marker import FILE_NAME
 from fuselora.pipeline import merge, plan
 from fuselora.synth import Spec, write_safetensors
 from tests import listings
-from tests.inputs import tensor
+from tests.inputs import pair, tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -404,3 +404,13 @@ def test_a_part_of_a_base_is_of_every_family_that_has_its_names(
     assert set(found.families) >= set(families) and (len(found.families) == 1) == (len(families) == 1)
     assert found.rows()[0] == ("family", f"{' or '.join(found.families)}, diffusers names")
     assert found.document()["families"] == list(found.families)
+
+
+def test_the_half_of_a_text_encoder_does_not_hide_the_family(tmp_path: Path) -> None:
+    """A few layers of the UNet beside many of two encoders."""
+    unet = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q"
+    layers = [f"lora_te{n}_text_model_encoder_layers_{i}_mlp_fc1" for n in (1, 2) for i in range(12)]
+    specs = [spec for module in (unet, *layers) for spec in pair(module)]
+    found = describe(write_safetensors(tmp_path / "x.safetensors", specs))
+    assert isinstance(found, LoraDescription)
+    assert set(found.target.families) == {"sd", "sdxl"}

@@ -377,6 +377,29 @@ def test_a_half_for_an_encoder_that_the_base_lacks(module: str, tmp_path: Path) 
     assert [skip.module.name for skip in matching.skipped] == [module]
 
 
+@pytest.mark.parametrize(
+    ("modules", "options"),
+    [
+        (
+            ["lora_te1_text_model_encoder_layers_0_mlp_fc1", "lora_te1_text_model_encoder_layers_1_mlp_fc1"],
+            ["lora_te1_text_model_encoder_layers_*"],
+        ),
+        (["text_encoder.text_model.x", "text_encoder.encoder.y"], ["text_encoder.*"]),
+        (["lora_te1_a_b", "lora_te1_a_c", "lora_te2_a_b"], ["lora_te1_a_*", "lora_te2_a_b"]),
+    ],
+)
+def test_the_hint_is_the_option_that_leaves_the_half_out(
+    tmp_path: Path, modules: list[str], options: list[str]
+) -> None:
+    base, lora = std_base(tmp_path / "base"), lora_of(tmp_path, MODULE, *modules)
+    with pytest.raises(Refused) as caught:
+        merge(base, [lora], tmp_path / "out")
+    asked = " ".join(f"--allow-unmatched '{glob}'" for glob in options)
+    assert (caught.value.hint or "").endswith(f"To leave that out: {asked}")
+    report = merge(base, [lora], tmp_path / "out", allow_unmatched=options)
+    assert rows(report) == [("transformer", 1)]
+
+
 def test_a_file_of_an_encoder_alone_matches_nothing_in_a_transformer(tmp_path: Path) -> None:
     """Even where the transformer has a tensor of that name."""
     base = save(tmp_path / "base.safetensors", {f"{FC1}.weight": full(4, 4), K: full(4, 4)})

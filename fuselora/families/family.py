@@ -247,22 +247,30 @@ class Family:
     def twins(self, names: Iterable[str], layout: Layout | None) -> Iterator[tuple[str, str]]:
         """Pairs of tensors of one base that are the same tensor or share rows, by their canonical names.
 
-        Such as a fused layer beside its parts. ``layout`` is the base's; what only another one calls so
-        is read as that one's.
+        Such as a fused layer beside its parts. ``layout`` is the base's.
         """
         held: dict[str, str] = {}
         told: set[str] = set()
-        read_in: dict[str, Layout | None] = {}
+        read_in = self._reader(layout)
         for name in names:
-            like = self._like(name)
-            if like not in read_in:
-                spelled = self._spelled_so(like)
-                read_in[like] = layout if layout in spelled or not spelled else spelled[0]
-            for canonical in self.made_of(name, read_in[like]):
+            for canonical in self.made_of(name, read_in(name)):
                 twin = held.setdefault(canonical, name)
                 if twin != name and twin not in told:
                     told |= {twin, name}
                     yield twin, name
+
+    def _reader(self, layout: Layout | None) -> Callable[[str], Layout | None]:
+        """The layout of each name in a file of ``layout``: what only others call so is read as theirs."""
+        known: dict[str, Layout | None] = {}
+
+        def read_in(name: str) -> Layout | None:
+            like = self._like(name)
+            if like not in known:
+                spelled = self._spelled_so(like)
+                known[like] = layout if layout in spelled or not spelled else spelled[0]
+            return known[like]
+
+        return read_in
 
     def _alike(self, names: Iterable[str]) -> Mapping[str, int]:
         """Of names that differ in numbers that no row speaks of itself, one, and how many there are."""
@@ -348,9 +356,10 @@ class Family:
     def canonical_shapes(self, shapes: Shapes, layout: Layout | None = None) -> Shapes:
         """The same tensors by canonical names; what is no tensor of the layout stays as it is."""
         layout = layout or self.layout_of(shapes)
-        if layout in (None, self.canonical):
+        if layout is None:
             return shapes
-        pieces = (piece for name in shapes for piece in self._pieces_or_it(name, shapes, layout))
+        read_in = self._reader(layout)
+        pieces = (piece for name in shapes for piece in self._pieces_or_it(name, shapes, read_in(name)))
         return {piece.name: piece.shape for piece in pieces}
 
     def _pieces_or_it(self, name: str, shapes: Shapes, layout: Layout | None) -> tuple[Piece, ...]:

@@ -10,7 +10,10 @@ from safetensors.torch import save_file
 
 from fuselora.describe_lora import target_of
 from fuselora.families.flux2 import FLUX2
+from fuselora.lora.adapter import open_adapter
 from fuselora.pipeline import plan
+from fuselora.resolve import LoraLocation
+from fuselora.specs import LoraSpec
 from tests import listings, small
 from tests.families.flux_bases import (
     DIM,
@@ -164,3 +167,12 @@ def test_the_merged_model_runs_and_is_another(tmp_path: Path) -> None:
 @in_each_layout
 def test_the_merged_base_verifies(tmp_path: Path, layout: Layout) -> None:
     assert_verifies(tmp_path, FLUX2_BASE, layout, "kohya in diffusers' names")
+
+
+def test_a_lora_that_mixes_the_names_of_two_layouts_is_described_whole(tmp_path: Path) -> None:
+    """fal's copy for ComfyUI: double blocks in a spelling of their own, single ones in native names."""
+    for name in ("flux.2-dev.fal-turbo.r128", "flux.2-dev.fal-turbo-sformer.r128"):
+        path = listings.sparse(tmp_path / f"{name}.safetensors", listings.lora(name))
+        found = target_of(open_adapter(LoraLocation(LoraSpec(str(path)), path, path.name, None)))
+        assert (found.family, found.models) == ("flux.2", ("FLUX.2-dev",))
+        assert found.blocks == tuple(range(8))
