@@ -9,14 +9,13 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from fuselora.errors import Fault
-from fuselora.lora.grammar import spellings
+from fuselora.lora.grammar import Spelling, spellings
 from fuselora.match import Hit, Matching, Skip, plain_name
 from fuselora.name_table import flatten
 
 if TYPE_CHECKING:
     from fuselora.specs import BlockSpec
 
-LEVEL = re.compile(r"[._]")
 SHOWN = 3
 
 
@@ -45,7 +44,7 @@ def unused_blocks(matchings: Sequence[Matching], blocks: Sequence[BlockSpec]) ->
     """A glob that means no module is a slip of the pen. ``matchings`` are those before ``with_blocks``."""
     for block in blocks:
         hits = [hit for m in matchings if blocks_for(m.assignment.component.name, [block]) for hit in m.hits]
-        if not any(_means(block.glob, hit) for hit in hits):
+        if (hits or block.component) and not any(_means(block.glob, hit) for hit in hits):
             yield _unused(block, hits)
 
 
@@ -62,15 +61,22 @@ def _unused(block: BlockSpec, hits: Sequence[Hit]) -> Fault:
 
 def _ending_in(glob: str, hits: Sequence[Hit]) -> list[str]:
     """Modules of the LoRA, or levels of their names, that end as the glob says; a few of them."""
-    names = dict.fromkeys(plain_name(hit.module.name) for hit in hits)
-    found = (next((at for at in _levels(name) if fnmatchcase(at, f"*{glob}")), None) for name in names)
+    if not any(_means(f"*{glob}", hit) for hit in hits):
+        return []
+    names = dict.fromkeys(spellings(hit.module.name)[-1] for hit in hits)
+    wanted = (f"*{glob}", f"*{flatten(glob)}")
+    found = (
+        next((at for at in _levels(name) if any(fnmatchcase(at, g) for g in wanted[: 1 + name.flat])), None)
+        for name in names
+    )
     meant = list(dict.fromkeys(level for level in found if level))
     return [*meant[:SHOWN], *([f"{len(meant) - SHOWN} more"] if len(meant) > SHOWN else [])]
 
 
-def _levels(name: str) -> Iterator[str]:
-    """``a``, ``a.b``, ``a.b.c``, of flattened names at each underscore."""
-    yield from (name[: found.start()] for found in LEVEL.finditer(name))
+def _levels(spelling: Spelling) -> Iterator[str]:
+    """``a``, ``a.b``, ``a.b.c``; of a flattened name ``a``, ``a_b``, ``a_b_c``."""
+    name = spelling.name
+    yield from (name[: found.start()] for found in re.finditer("_" if spelling.flat else r"\.", name))
     yield name
 
 

@@ -17,7 +17,7 @@ from fuselora.engine.settings import cpu_type, exact_settings
 from fuselora.engine.stream import WrittenFile, write_file
 from fuselora.errors import FuseloraError, Notice, OutputError, ReadError, ResourceError
 from fuselora.header import check_unchanged
-from fuselora.output import assets, disk, space, staging
+from fuselora.output import assets, claims, disk, space, staging
 from fuselora.output.index import encode_index
 from fuselora.output.journal import BaseState, Entry, Journal, has_finished, reusable
 from fuselora.reading import real_path
@@ -53,9 +53,10 @@ def build(plan: FusePlan, stage: Stage, progress: Progress, created: datetime) -
     a refusal, or where no shard is finished, nothing of it is left.
     """
     means = choose_means(plan.request, plan.fused_steps)
+    identity = _Build(plan, stage, means).identity()
     with (
         staging.open_stage(stage) as opened,
-        _kept_or_discarded(opened, resumable=plan.request.digest),
+        _kept_or_discarded(opened, identity, resumable=plan.request.digest),
     ):
         run = _Build(plan, opened, means)
         side_files = run.side_files()
@@ -98,7 +99,7 @@ class _Build:
 
     def missing_bytes(self, side_bytes: int) -> int:
         """Bytes still to be written: what an earlier run wrote is there already, or freed first."""
-        there = sum(space.held(self.stage.folder / file.path) for file in self.plan.files)
+        there = sum(space.held(self.stage.folder / path) for path in claims.claimed(self.stage.folder))
         copied = side_bytes if self.plan.request.assets == "copy" else 0
         return max(0, self.plan.bytes_out + copied - there)
 
@@ -108,9 +109,7 @@ class _Build:
         records: dict[str, WeightRecord] = {}
         lost: dict[str, Lost] = {}
         kept: list[str] = []
-        assert self.plan.fingerprint is not None  # a plan without the data pass is never executed
-        identity = f"{self.plan.fingerprint} by {self._machine()}"
-        with Journal.open(self.stage.folder, identity, files=self._paths(side_files)) as journal:
+        with Journal.open(self.stage.folder, self.identity(), files=self._paths(side_files)) as journal:
             for component in self.plan.components:
                 for file in component.files:
                     entry = journal.finished().get(str(file.path))
@@ -124,6 +123,11 @@ class _Build:
                     records[str(file.path)] = _record(file, written.sha256, written.base_sha256)
                     lost[component.name] = lost.get(component.name, Lost()) + written.lost
         return records, lost, tuple(kept)
+
+    def identity(self) -> str:
+        """The plan, and the machine where the bytes depend on it."""
+        assert self.plan.fingerprint is not None  # a plan without the data pass is never executed
+        return f"{self.plan.fingerprint} by {self._machine()}"
 
     def _check_loras(self) -> None:
         """What the marker will say of the LoRAs has to be true of what was added."""
@@ -208,22 +212,22 @@ def _lost_notices(lost: Mapping[str, Lost]) -> Iterator[Notice]:
 
 
 @contextmanager
-def _kept_or_discarded(stage: Stage, *, resumable: bool) -> Iterator[None]:
+def _kept_or_discarded(stage: Stage, identity: str, *, resumable: bool) -> Iterator[None]:
     """What becomes of a stage that fails: finished shards are kept, unless the inputs are at fault."""
     try:
         yield
     except BaseException as error:
         # then OUT is complete; only what it replaced could not be removed
         if not (isinstance(error, OutputError) and error.facts.get("published")):
-            _keep_or_discard(stage, error, resumable=resumable)
+            _keep_or_discard(stage, error, identity, resumable=resumable)
         raise
 
 
-def _keep_or_discard(stage: Stage, error: BaseException, *, resumable: bool) -> None:
-    is_ours = isinstance(error, FuseloraError)
-    at_fault = is_ours and not isinstance(error, (OutputError, ReadError, ResourceError))
+def _keep_or_discard(stage: Stage, error: BaseException, identity: str, *, resumable: bool) -> None:
+    is_expected = isinstance(error, FuseloraError)
+    at_fault = is_expected and not isinstance(error, (OutputError, ReadError, ResourceError))
     if at_fault or not resumable or not has_finished(stage.folder):
         staging.discard(stage)
-    elif isinstance(error, FuseloraError):
+    elif isinstance(error, FuseloraError) and has_finished(stage.folder, identity):
         keep = f"{stage.folder} keeps what is finished: run the same command again to go on."
         error.hint = f"{error.hint} {keep}" if error.hint else keep

@@ -259,8 +259,8 @@ def _tensor(path: Path, name: str, entry: object) -> TensorInfo:
         _broken(path, f"tensor {name!r} {what}", tensor=name)
     bits = n_elements * DTYPE_BITS[dtype]
     if bits != 8 * (offsets[1] - offsets[0]):
-        have = offsets[1] - offsets[0]
-        _broken(path, f"tensor {name!r} spans {have} bytes; {dtype} {shape} needs {bits / 8:g}", tensor=name)
+        have, needs = offsets[1] - offsets[0], bits / 8 if bits % 8 else bits // 8
+        _broken(path, f"tensor {name!r} spans {have} bytes; {dtype} {shape} needs {needs}", tensor=name)
     return TensorInfo(name, dtype, tuple(shape), offsets[0], offsets[1])
 
 

@@ -9,6 +9,7 @@ trainer changes it: it is known by its own name alone.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -63,7 +64,10 @@ class InnerEncoder:
 
 
 def inner_encoders(shapes: Shapes) -> tuple[InnerEncoder, ...]:
-    """Those whose prefix these tensors' names have; ComfyUI's in the order that pipelines number them."""
+    """Those whose prefix these tensors' names have; ComfyUI's in the order that pipelines number them.
+
+    Of a file that holds two of one name neither is there: no key says which it means.
+    """
     present = {prefix for name in shapes if (prefix := _prefix_of(name))}
     first = [
         InnerEncoder(name, prefix, _clip_config(prefix, shapes))
@@ -72,10 +76,9 @@ def inner_encoders(shapes: Shapes) -> tuple[InnerEncoder, ...]:
     ]
     types = [kind for kind in COMFY_ENCODERS if _comfy_prefix(kind) in present]
     numbered = zip(TEXT_ENCODERS, types, strict=False)
-    return (
-        *first,
-        *(InnerEncoder(name, _comfy_prefix(kind), _comfy_config(kind)) for name, kind in numbered),
-    )
+    rest = [InnerEncoder(name, _comfy_prefix(kind), _comfy_config(kind)) for name, kind in numbered]
+    counts = Counter(one.name for one in (*first, *rest))
+    return tuple(one for one in (*first, *rest) if counts[one.name] == 1)
 
 
 def inner_table(component: Component, encoder: InnerEncoder) -> NameTable:
@@ -104,8 +107,9 @@ def _comfy_config(kind: str) -> Config:
 
 
 def _clip_config(prefix: str, shapes: Shapes) -> Config:
-    widths = [shapes[prefix + name][-1:] for name in TOKENS if prefix + name in shapes]
-    return {"model_type": "clip_text_model", "hidden_size": next(iter(widths), (None,))[0]}
+    tables = (shapes[prefix + name] for name in TOKENS if prefix + name in shapes)
+    width = next((shape[1] for shape in tables if len(shape) == 2), None)
+    return {"model_type": "clip_text_model", "hidden_size": width}
 
 
 def _by_their_names(own: Mapping[str, Home]) -> Iterator[tuple[str, Home]]:
@@ -124,9 +128,9 @@ def _by_their_names(own: Mapping[str, Home]) -> Iterator[tuple[str, Home]]:
 
 
 def _thirds(layer: str, leaf: str, home: Home) -> Iterator[tuple[str, Home]]:
-    (place,), (rows, *columns) = home.places, home.shape
-    if rows % len(PROJECTIONS):
+    if not home.shape or home.shape[0] % len(PROJECTIONS):
         return
+    (place,), (rows, *columns) = home.places, home.shape
     sizes = [rows // len(PROJECTIONS)] * len(PROJECTIONS)
     for name, size, runs in zip(PROJECTIONS, sizes, stacked(sizes), strict=True):
         yield f"{layer}.{name}.{leaf}", Home((Place(place.base_key, runs),), (size, *columns))

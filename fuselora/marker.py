@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     from fuselora.check.folder import check
 
 __all__ = [
-    "COMPONENT_KEY", "FILE_NAME", "FINGERPRINT_KEY", "JOURNAL_NAME", "MAX_BYTES", "SCHEMA",
-    "ComponentRecord", "FileRecord", "LoraRecord", "Marker", "check", "decode", "encode", "read_marker",
+    "COMPONENT_KEY", "FILE_NAME", "FINGERPRINT_KEY", "JOURNAL_NAME", "MAX_BYTES", "NEW_JOURNAL_NAME",
+    "SCHEMA", "ComponentRecord", "FileRecord", "LoraRecord", "Marker", "check", "decode", "encode",
+    "read_marker",
 ]  # fmt: skip
 
 FILE_NAME = "fused.json"
 JOURNAL_NAME = "fuselora.journal"
+NEW_JOURNAL_NAME = f"{JOURNAL_NAME}.new"  # while it is replaced
 SCHEMA = "fuselora.fused/1.0"
 # In the __metadata__ of shards that hold a fused tensor; the experts' shards are else alike.
 FINGERPRINT_KEY = "fuselora.fingerprint"

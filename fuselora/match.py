@@ -139,8 +139,7 @@ def match(assignment: Assignment, family: Family | None, layout: Layout | None) 
     if unknown := _unknown_layout(assignment, family):
         return Matching(assignment, (), (), (), (unknown,), ())
     orders = _lora_orders(table, assignment, family)
-    inner = {one.name: inner_table(assignment.component, one) for one in assignment.component.inner}
-    search = _Search(assignment, table, tuple(order.layout for order in orders), inner)
+    search = _Search(assignment, table, tuple(order.layout for order in orders), _inner_tables(assignment))
     hits: list[Hit] = []
     faults: list[Fault] = []
     homeless: list[Module] = []
@@ -282,6 +281,15 @@ class _Search:
     def _fault(self, kind: str, module: Module, what: str, hint: str | None = None) -> Fault:
         name = module.name
         return Fault(kind, f"{name}: {what}", path=self.assignment.adapter.name, key=name, hint=hint)
+
+
+def _inner_tables(assignment: Assignment) -> dict[str, NameTable]:
+    """Those of the text encoders in the component's own files that any module names."""
+    component = assignment.component
+    named = {named_component(module.name) for module in assignment.modules} if component.inner else ()
+    return {
+        one.name: inner_table(component, one) for name in named for one in component.encoders_inside(name)
+    }
 
 
 def _readings(module: Module, component: Component) -> tuple[Spelling, ...]:

@@ -8,10 +8,10 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from fuselora.errors import ChangedError, ReadError
 
-State = tuple[int, int, int, int]
 MORE_FILES = "Too many files are open: raise the limit (ulimit -n)."
 HINTS: Mapping[int, str] = {
     errno.EMFILE: MORE_FILES,
@@ -20,6 +20,18 @@ HINTS: Mapping[int, str] = {
     errno.EACCES: "Let this user read it.",
     errno.EPERM: "Let this user read it.",
 }
+
+
+class State(NamedTuple):
+    """What changes when a file is edited or replaced.
+
+    ``cp -p`` and tar give another content the same mtime; nothing but the system sets the ctime.
+    """
+
+    n_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
 
 
 @contextmanager
@@ -60,11 +72,8 @@ def start_of(path: Path, n_bytes: int) -> bytes:
 
 
 def state(found: os.stat_result) -> State:
-    """What changes when a file is edited or replaced: size, mtime_ns, ctime_ns and inode.
-
-    ``cp -p`` and tar give another content the same mtime; nothing but the system sets the ctime.
-    """
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+    """That of a file by its ``stat``."""
+    return State(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
 
 
 def changed(path: Path) -> ChangedError:

@@ -12,7 +12,8 @@ from fuselora.escape import short
 from fuselora.fields import NOT_IN_PATHS
 from fuselora.filenames import is_private
 from fuselora.marker import FILE_NAME as MARKER_NAME
-from fuselora.marker import JOURNAL_NAME
+from fuselora.marker import JOURNAL_NAME, NEW_JOURNAL_NAME
+from fuselora.reading import State, state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,13 +26,13 @@ MAX_DEPTH = 200  # far over all that is published, and under what Python's own f
 class SideFile:
     """A file of the base that is no fused weight: ``path`` relative with ``/``, ``source`` absolute.
 
-    ``n_bytes`` and ``mtime_ns`` are what it had when the base was looked through.
+    ``n_bytes`` and ``state`` are what it had when the base was looked through.
     """
 
     path: str
     source: Path
     n_bytes: int
-    mtime_ns: int
+    state: State
 
 
 def survey(root: Path, *, exclude: Callable[[str], bool]) -> tuple[SideFile, ...]:
@@ -45,13 +46,13 @@ def survey(root: Path, *, exclude: Callable[[str], bool]) -> tuple[SideFile, ...
     found: list[SideFile] = []
     faults: list[str] = []
     for path, place in sorted(_walk(root.absolute(), bounds)):
-        if path in (MARKER_NAME, JOURNAL_NAME) or exclude(path):
+        if path in (MARKER_NAME, JOURNAL_NAME, NEW_JOURNAL_NAME) or exclude(path):
             continue
         if fault := _fault(path, place, bounds):
             faults.append(f"{path} {fault}")
         else:
             status = place.stat()
-            found.append(SideFile(path, place, status.st_size, status.st_mtime_ns))
+            found.append(SideFile(path, place, status.st_size, state(status)))
     if faults:
         _refuse(root, faults)
     return tuple(sorted(found, key=lambda side: side.path))

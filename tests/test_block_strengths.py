@@ -142,12 +142,28 @@ def test_native_names_mean_flattened_ones_on_a_diffusers_base(tmp_path: Path) ->
         ("ffn", "*ffn would mean blocks.1.ffn."),
         ("s.1", "*s.1 would mean blocks.1."),
         ("q", "*q would mean blocks.0.attn.q and blocks.1.attn.q and blocks.10.attn.q."),
+        ("attn", "*attn would mean blocks.0.attn and blocks.1.attn and blocks.10.attn."),
     ],
 )
 def test_what_a_glob_may_have_been_meant_for(base: Path, lora: Path, glob: str, meant: str) -> None:
     with pytest.raises(Refused) as caught:
         plan(base, [lora], blocks=[f"{glob}=0"])
     assert caught.value.hint == f"A glob is for whole names: {meant}"
+
+
+@pytest.mark.parametrize("glob", ["lock", "att", "blocks.7", "*ff"])
+def test_no_glob_is_proposed_that_means_nothing_either(base: Path, lora: Path, glob: str) -> None:
+    with pytest.raises(Refused) as caught:
+        plan(base, [lora], blocks=[f"{glob}=0"])
+    assert (caught.value.hint or "").startswith("There are modules like ")
+
+
+def test_where_no_lora_fits_nothing_is_said_of_blocks(base: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.safetensors"
+    save_file({"x.lora_down.weight": torch.ones(1, 4), "x.lora_up.weight": torch.ones(4, 1)}, other)
+    with pytest.raises(Refused) as caught:
+        plan(base, [other], blocks=["blocks.0=0"])
+    assert [fault.kind for fault in caught.value.faults] == ["no_match"]
 
 
 def test_a_component_that_no_lora_is_for(base: Path, lora: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from fuselora.engine.sink import Sink
 from fuselora.errors import ChangedError, CheckpointError, FuseloraError, OutputError, ReadError
 from fuselora.marker import FILE_NAME
-from fuselora.output import staging
+from fuselora.output import space, staging
 from fuselora.output.staging import Stage
 from fuselora.pipeline import merge
 from fuselora.synth import tiny, write_file, write_lora, write_pipeline
@@ -161,3 +161,42 @@ def test_a_run_that_goes_on_warns_of_what_the_first_one_lost(
     again = merge(base, loras, name)
     assert len(again.kept) == 2
     assert (name / FILE_NAME).read_bytes() == (tmp_path / "whole" / FILE_NAME).read_bytes()
+
+
+def _left_by_another_plan(base: Path, lora: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The bytes of a run at another strength, cut off when all its shards were finished."""
+
+    def torn(stage: Stage, *, overwrite: bool) -> None:
+        raise OutputError("no more", path=str(stage.out))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "publish", torn)
+        with pytest.raises(OutputError) as caught:
+            merge(base, [f"{lora}:0.5"], out)
+    assert "keeps what is finished" in str(caught.value.hint)
+    return sum(path.stat().st_size for path in out.with_name(f"{out.name}.partial").rglob("*.safetensors"))
+
+
+def test_room_that_another_plans_shards_take_is_freed_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = write_pipeline(tmp_path / "base", SIZE, dtype="BF16")
+    lora = write_lora(tmp_path / "l.safetensors", SIZE, style="lightning", alpha=2, dtype="F32", seed=1)
+    n_bytes = _left_by_another_plan(base, lora, tmp_path / "out", monkeypatch)
+    small = write_file(tmp_path / "other.safetensors", SIZE, dtype="BF16")
+    monkeypatch.setattr(space, "available", lambda folder: small.stat().st_size - n_bytes // 2)
+    merge(small, [lora], tmp_path / "out")
+
+
+def test_shards_of_another_plan_are_no_help_and_no_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = write_pipeline(tmp_path / "base", SIZE, dtype="BF16")
+    lora = write_lora(tmp_path / "l.safetensors", SIZE, style="lightning", alpha=2, dtype="F32", seed=1)
+    _left_by_another_plan(base, lora, tmp_path / "out", monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(space, "available", lambda folder: -(1 << 40))
+        with pytest.raises(OutputError, match="needs") as caught:
+            merge(base, [lora], tmp_path / "out")
+    assert "run the same command again" not in str(caught.value.hint)
+    assert len(merge(base, [f"{lora}:0.5"], tmp_path / "out").kept) == 1

@@ -11,6 +11,8 @@ import torch
 from diffusers.loaders.single_file_utils import convert_ldm_clip_checkpoint, convert_open_clip_checkpoint
 
 from fuselora.checkpoint import open_checkpoint
+from fuselora.describe import describe
+from fuselora.description import CheckpointDescription
 from fuselora.errors import Refused
 from fuselora.inner_encoders import PREFIXES, inner_encoders
 from fuselora.pipeline import merge
@@ -252,7 +254,46 @@ def test_what_is_known_of_each_prefix() -> None:
     assert inner_encoders({"text_encoders.unheard_of.transformer.x": (1,), "first_stage_model.x": (1,)}) == ()
 
 
-def test_a_folder_of_one_component_has_none(tmp_path: Path) -> None:
+def test_only_a_single_file_is_looked_through_for_them(tmp_path: Path) -> None:
     file, _ = sdxl(tmp_path)
-    checkpoint = open_checkpoint(file, source=str(file), revision=None, variant=None)
-    assert [one.name for one in checkpoint.components[0].inner] == ["text_encoder", "text_encoder_2"]
+    for root, names in ((file, ["text_encoder", "text_encoder_2"]), (tmp_path, [])):
+        checkpoint = open_checkpoint(root, source=str(root), revision=None, variant=None)
+        assert [one.name for one in checkpoint.components[0].inner] == names
+
+
+def test_two_encoders_of_one_name_are_not_told_apart(tmp_path: Path) -> None:
+    both = [
+        *clip("cond_stage_model.transformer.").items(),
+        *clip("text_encoders.clip_l.transformer.").items(),
+    ]
+    file = save(tmp_path / "base.safetensors", {UNET: noise(8, 8, seed=1), **dict(both)})
+    key = "lora_te1_text_model_encoder_layers_0_mlp_fc1"
+    pair = {
+        f"{key}.lora_down.weight": noise(2, WIDTH, seed=5),
+        f"{key}.lora_up.weight": noise(HIDDEN, 2, seed=6),
+    }
+    lora = save(tmp_path / "x.safetensors", pair)
+    for given in (str(lora), f"text_encoder={lora}"):
+        with pytest.raises(Refused):
+            merge(file, [given], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "name", ["token_embedding.weight", "transformer.resblocks.0.attn.in_proj_weight", "positional_embedding"]
+)
+@pytest.mark.parametrize("shape", [(), (5,), (7, 3, 2)])
+def test_odd_shapes_in_an_encoder_are_no_traceback(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
+    odd = {**open_clip(SDXL_OPEN_CLIP), f"{SDXL_OPEN_CLIP}{name}": noise(*shape, seed=3)}
+    file = save(tmp_path / "base.safetensors", {UNET: noise(8, 8, seed=1), **odd})
+    assert isinstance(describe(file), CheckpointDescription)
+    key = "lora_te2_text_model_encoder_layers_0_self_attn_q_proj"
+    pair = {
+        f"{key}.lora_down.weight": noise(2, WIDTH, seed=5),
+        f"{key}.lora_up.weight": noise(WIDTH, 2, seed=6),
+    }
+    lora = save(tmp_path / "x.safetensors", pair)
+    if "in_proj" in name:
+        with pytest.raises(Refused):
+            merge(file, [lora], tmp_path / "out")
+    else:
+        merge(file, [lora], tmp_path / "out")

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from fuselora.errors import CheckpointError
+from fuselora.marker import FILE_NAME, JOURNAL_NAME, NEW_JOURNAL_NAME
+from fuselora.reading import state
 from fuselora.side_files import SideFile, survey
 from tests.side_files import CONTENT, hub_snapshot, put
 
@@ -32,9 +34,13 @@ def test_every_side_file_is_found_in_one_order(tmp_path: Path) -> None:
     assert paths(tmp_path) == sorted(names)
     found = {side.path: side for side in survey(tmp_path, exclude=lambda path: False)}
     source = tmp_path / "vae" / "config.json"
-    assert found["vae/config.json"] == SideFile(
-        "vae/config.json", source, len(CONTENT), source.stat().st_mtime_ns
-    )
+    assert found["vae/config.json"] == SideFile("vae/config.json", source, len(CONTENT), state(source.stat()))
+
+
+def test_what_a_cut_off_run_leaves_in_a_base_is_not_taken_along(tmp_path: Path) -> None:
+    for name in (FILE_NAME, JOURNAL_NAME, NEW_JOURNAL_NAME, "x.json"):
+        put(tmp_path / name)
+    assert paths(tmp_path) == ["x.json"]
 
 
 def test_what_is_excluded_is_left_out_and_not_judged(tmp_path: Path) -> None:

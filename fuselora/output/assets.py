@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from fuselora.digest import READ_BYTES, sha256_file
-from fuselora.errors import ChangedError
 from fuselora.output.disk import writing
-from fuselora.reading import reading
+from fuselora.reading import changed, reading, state
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,16 +43,17 @@ def place(side: SideFile, target: Path, mode: Assets, *, digest: bool) -> Placed
     """
     if mode == "skip":
         return Placed("skip", None)
-    _check(side, _status(side))
+    linked = mode == "hardlink"
+    _check_in_place(side, linked=linked)
     with writing(target, side.n_bytes):
         target.parent.mkdir(parents=True, exist_ok=True)
         # A link left at the path must not be written through: it may lead into the base.
         target.unlink(missing_ok=True)
         if mode == "symlink":
             target.symlink_to(os.path.realpath(side.source))
-            return Placed("symlink", _source_digest(side) if digest else None)
-        if mode == "hardlink" and _linked(side, target):
-            return Placed("hardlink", _source_digest(side) if digest else None)
+            return Placed("symlink", _source_digest(side, linked=linked) if digest else None)
+        if linked and _linked(side, target):
+            return Placed("hardlink", _source_digest(side, linked=linked) if digest else None)
         return _copy(side, target, digest=digest)
 
 
@@ -110,21 +110,21 @@ def _read(side: SideFile, source: BinaryIO) -> bytes:
         return source.read(READ_BYTES)
 
 
-def _source_digest(side: SideFile) -> str:
+def _source_digest(side: SideFile, *, linked: bool) -> str:
     with reading(side.source):
-        return sha256_file(side.source)
+        sha256 = sha256_file(side.source)
+    _check_in_place(side, linked=linked)
+    return sha256
 
 
-def _status(side: SideFile) -> os.stat_result:
+def _check(side: SideFile, now: os.stat_result, *, linked: bool = False) -> None:
+    """The source is as it was when the base was looked through; a hard link to it changes its ctime."""
+    found = state(now)
+    if found != (side.state._replace(ctime_ns=found.ctime_ns) if linked else side.state):
+        raise changed(side.source)
+
+
+def _check_in_place(side: SideFile, *, linked: bool) -> None:
     with reading(side.source):
-        return side.source.stat()
-
-
-def _check(side: SideFile, now: os.stat_result) -> None:
-    """The source is as it was when the base was looked through."""
-    if (now.st_size, now.st_mtime_ns) != (side.n_bytes, side.mtime_ns):
-        raise ChangedError(
-            f"{side.source}: was changed while it was being copied",
-            hint="Run again when nothing writes to the base.",
-            path=str(side.source),
-        )
+        found = side.source.stat()
+    _check(side, found, linked=linked)

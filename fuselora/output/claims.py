@@ -14,14 +14,13 @@ from fuselora.errors import InputError
 from fuselora.folders import entries, folders
 from fuselora.jsonfile import is_crowded, object_in
 from fuselora.marker import FILE_NAME as MARKER_NAME
-from fuselora.marker import JOURNAL_NAME, read_marker
+from fuselora.marker import JOURNAL_NAME, NEW_JOURNAL_NAME, read_marker
 from fuselora.reading import start_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
 JOURNAL_FAMILY = "fuselora.journal/"
-NEW_JOURNAL_NAME = f"{JOURNAL_NAME}.new"
 MAX_JOURNAL_BYTES = 64 << 20  # 100,000 shards need less
 CONTROL_NAMES = (MARKER_NAME, NEW_JOURNAL_NAME, JOURNAL_NAME)  # in the order they may be removed
 

@@ -90,6 +90,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_tree(root: Path) -> None:
-    """``sync_folder`` for every folder under ``root``, the deepest first, then ``root``."""
+    """``sync_folder`` for every folder under ``root``, each after those in it, and ``root`` last."""
     for folder in reversed((root, *folders(root))):
         sync_folder(folder)

@@ -28,9 +28,9 @@ class Identity(NamedTuple):
 def refuse_inputs(places: Sequence[Path], inputs: Sequence[Path]) -> None:
     """Raises ``OutputError`` if one of ``places`` is, is inside, or contains one of ``inputs``."""
     for source in inputs:
-        folders = _folders(source)
+        inside = _folders(source)
         for place in places:
-            if relation := _relation(place, source, folders):
+            if relation := _relation(place, source, inside):
                 raise OutputError(
                     f"{place}: {relation} the input {source}",
                     hint="Choose an --out apart from all inputs.",
@@ -64,14 +64,14 @@ def _shared(place: Path, source: Path) -> str | None:
     return f"files that the input {source} links to" if linked else None
 
 
-def _relation(place: Path, source: Path, folders: set[Identity]) -> str | None:
-    """``folders`` are those of ``source``: one of them may be mounted at another place as well."""
+def _relation(place: Path, source: Path, inside: set[Identity]) -> str | None:
+    """``inside`` are the folders of ``source``: one of them may be mounted at another place as well."""
     here, there = _identity(place), _identity(source)
     if there is None:
         return None
     if here == there:
         return "is"
-    if ({there} | folders) & _lineage(place):
+    if ({there} | inside) & _lineage(place):
         return "is inside"
     return "contains" if here is not None and here in _lineage(source) else None
 

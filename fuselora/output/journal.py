@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from fuselora import __version__
 from fuselora.digest import sha256_file
-from fuselora.marker import JOURNAL_NAME
+from fuselora.marker import JOURNAL_NAME, NEW_JOURNAL_NAME
 from fuselora.output import claims
-from fuselora.output.claims import JOURNAL_FAMILY, NEW_JOURNAL_NAME
+from fuselora.output.claims import JOURNAL_FAMILY
 from fuselora.output.disk import sync_folder, write_file, writing
 from fuselora.reading import state
 
@@ -143,9 +143,9 @@ def read(folder: Path, fingerprint: str) -> dict[str, Entry]:
     return {entry.path: entry for entry in entries if entry is not None and claims.is_inside(entry.path)}
 
 
-def has_finished(folder: Path) -> bool:
-    """Whether the journal of ``folder`` lists a finished shard, of whichever plan."""
-    return len(claims.journal_lines(folder)) > 1
+def has_finished(folder: Path, fingerprint: str | None = None) -> bool:
+    """Whether the journal of ``folder`` lists a finished shard, of this plan or of whichever."""
+    return bool(read(folder, fingerprint)) if fingerprint else len(claims.journal_lines(folder)) > 1
 
 
 def reusable(entry: Entry, file: Path, base_file: Path) -> bool:
@@ -188,8 +188,7 @@ def _entry(line: Mapping[str, object]) -> Entry | None:
         return None
     if numbers is None or base_numbers is None:
         return None
-    state = BaseState(base_sha256, **base_numbers)
-    return Entry(path, sha256=sha256, base=state, **numbers)
+    return Entry(path, sha256=sha256, base=BaseState(base_sha256, **base_numbers), **numbers)
 
 
 def _numbers(document: Mapping[str, object], names: Sequence[str]) -> dict[str, int] | None:

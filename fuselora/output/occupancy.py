@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, NoReturn
 from fuselora.errors import OutputError
 from fuselora.filenames import BESIDE, FORMER_NAME, STAGE_NAME
 from fuselora.marker import FILE_NAME as MARKER_NAME
-from fuselora.marker import JOURNAL_NAME
+from fuselora.marker import JOURNAL_NAME, NEW_JOURNAL_NAME
 from fuselora.output import claims
-from fuselora.output.claims import NEW_JOURNAL_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 
 from fuselora.errors import OutputError
 from fuselora.filenames import FORMER_ENDING, FORMER_NAME, LOCK_ENDING, STAGE_ENDING, STAGE_NAME, is_reserved
-from fuselora.marker import JOURNAL_NAME
+from fuselora.marker import JOURNAL_NAME, NEW_JOURNAL_NAME
 from fuselora.output import claims, lock, occupancy, volume
-from fuselora.output.claims import NEW_JOURNAL_NAME
 from fuselora.output.disk import HINTS, sync_folder, sync_tree, write_file, writing
 from fuselora.output.exchange import exchange
 from fuselora.output.inputs import refuse_inputs, refuse_links
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["JOURNAL_NAME", "Stage", "discard", "open_stage", "prepare", "publish"]
+__all__ = ["Stage", "discard", "open_stage", "prepare", "publish"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from fuselora.engine.blocks import Block, Part, blocks, buffer_bytes
 from fuselora.header import DTYPE_BITS, PAGE, Header
 from fuselora.planning import OutputFile
+from fuselora.reading import State
 from fuselora.steps import BLOCK_BYTES, Copy, Fuse, Step, chunk_grid
 
-BASE = Header(Path("base"), 0, 0, (), {}, "", (0, 0, 0, 0))
+BASE = Header(Path("base"), 0, 0, (), {}, "", State(0, 0, 0, 0))
 Tensor = tuple[int, int, str, str, bool]  # rows, columns, dtype in the base, in the output, copied
 
 
