@@ -105,7 +105,7 @@ class Points:
         patch.setattr(sink, "claim", fallocate)
         patch.setattr(staging, "exchange", swap)
         if mounted:
-            patch.setattr(volume, "is_mount", lambda path: True)
+            patch.setattr(volume, "is_mount", lambda path: path.name == "out")
         self._install_files(patch)
         sys.addaudithook(self._heard)
 

@@ -133,14 +133,25 @@ def test_a_single_file_s_unet_is_found_beside_its_other_models(tmp_path: Path) -
     assert all(name.startswith(SGM) for name in changed)
 
 
-def test_text_encoders_of_a_single_file_are_not_fused_and_said_to_be_missing(tmp_path: Path) -> None:
+def test_the_unet_and_both_text_encoders_of_a_single_file(tmp_path: Path) -> None:
     base = single_file(tmp_path / "base.safetensors")
+    unet, _ = pairs({"conv_in.weight": (16, 4, 3, 3)}, "lora_unet_", flat=True)
+    path = small.write(tmp_path / "x.safetensors", {**unet, **of_encoders()})
+    report = fuselora.merge(base, [path], out=tmp_path / "out")
+    assert [component.n_fused for component in report.plan.components] == [3]
+    assert verify(tmp_path / "out", base=base, loras=[path]).ok
+
+
+def test_text_encoders_that_a_single_file_lacks_are_said_to_be_missing(tmp_path: Path) -> None:
+    whole = load_file(single_file(tmp_path / "whole.safetensors"))
+    rest = {name: tensor for name, tensor in whole.items() if "embedders.1" not in name}
+    base = small.write(tmp_path / "base.safetensors", rest)
     unet, _ = pairs({"conv_in.weight": (16, 4, 3, 3)}, "lora_unet_", flat=True)
     path = small.write(tmp_path / "x.safetensors", {**unet, **of_encoders()})
     with pytest.raises(Refused, match="for the text encoder lora_te2, which this base does not have"):
         fuselora.merge(base, [path], out=tmp_path / "out")
-    report = fuselora.merge(base, [path], out=tmp_path / "out", allow_unmatched=["lora_te*"])
-    assert [component.n_fused for component in report.plan.components] == [1]
+    report = fuselora.merge(base, [path], out=tmp_path / "out", allow_unmatched=["lora_te2*"])
+    assert [component.n_fused for component in report.plan.components] == [2]
 
 
 # Published LoRAs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import struct
 from collections.abc import Callable, Iterator
@@ -46,6 +47,28 @@ def damaged_json(chance: random.Random, text: bytes) -> bytes:
             break
         _change(chance, *chance.choice(places), places)
     return json.dumps(document, ensure_ascii=chance.random() < 0.5).encode("utf-8", "surrogatepass")
+
+
+def reshaped(chance: random.Random, content: bytes) -> bytes:
+    """A sound header in which some tensors have other shapes of as many elements, or each other's names."""
+    n_bytes = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + n_bytes])
+    names = [name for name in header if name != "__metadata__"]
+    for _ in range(chance.randint(1, 4)):
+        one, two = chance.choice(names), chance.choice(names)
+        if chance.random() < 0.3:
+            header[one], header[two] = header[two], header[one]
+        else:
+            header[one]["shape"] = _shape_of(chance, header[one]["shape"])
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + content[8 + n_bytes :]
+
+
+def _shape_of(chance: random.Random, shape: list[int]) -> list[int]:
+    """Another shape of as many elements."""
+    whole = math.prod(shape)
+    flat = [] if whole == 1 else [whole]
+    return chance.choice([flat, [whole], [1, *shape], [*shape, 1], shape[::-1], [1, whole], [whole, 1, 1, 1]])
 
 
 def damaged_header(chance: random.Random, content: bytes) -> bytes:

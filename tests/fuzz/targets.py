@@ -18,7 +18,8 @@ from fuselora.pipeline import plan
 from fuselora.resolve import resolve_lora
 from fuselora.shards import indexed_shards
 from fuselora.specs import LoraSpec
-from tests.fuzz.damage import damaged, damaged_header, damaged_json, damaged_lines
+from tests.fuzz.damage import damaged, damaged_header, damaged_json, damaged_lines, reshaped
+from tests.inputs import pair, tensor
 from tests.marked import INDEX, write_fused, write_safetensors
 
 PLAN = "sha256:" + "a" * 64
@@ -82,6 +83,33 @@ def _write_base(folder: Path) -> None:
     synth.write_lora(folder / "lora.safetensors", size, style="comfy", rank=2)
 
 
+def _write_single_file(folder: Path) -> None:
+    """A UNet and both kinds of text encoders in one file, and a LoRA of all three."""
+    folder.mkdir(exist_ok=True)
+    clip, open_clip = "conditioner.embedders.0.transformer.text_model", "conditioner.embedders.1.model"
+    block = "input_blocks.4.1.transformer_blocks.0.attn1.to_q"
+    base = [
+        tensor(f"model.diffusion_model.{block}.weight", 4, 4),
+        tensor(f"{clip}.embeddings.token_embedding.weight", 8, 4),
+        tensor(f"{clip}.encoder.layers.0.mlp.fc1.weight", 4, 4),
+        tensor(f"{open_clip}.token_embedding.weight", 8, 4),
+        tensor(f"{open_clip}.positional_embedding", 1),
+        tensor(f"{open_clip}.transformer.resblocks.0.attn.in_proj_weight", 12, 4),
+        tensor(f"{open_clip}.transformer.resblocks.0.attn.in_proj_bias", 12),
+        tensor(f"{open_clip}.transformer.resblocks.0.mlp.c_fc.weight", 4, 4),
+    ]
+    layer = "text_model_encoder_layers_0"
+    modules = [f"lora_unet_{block.replace('.', '_')}", f"lora_te1_{layer}_mlp_fc1"]
+    modules += [f"lora_te2_{layer}_{name}" for name in ("self_attn_k_proj", "mlp_fc1")]
+    synth.write_safetensors(folder / "base.safetensors", base)
+    synth.write_safetensors(folder / "lora.safetensors", [spec for m in modules for spec in pair(m)])
+
+
+def _single_file(folder: Path) -> object:
+    describe(folder / "base.safetensors")
+    return plan(folder / "base.safetensors", [folder / "lora.safetensors"])
+
+
 def _adapter(folder: Path) -> object:
     adapter = open_adapter(resolve_lora(LoraSpec(str(folder))))
     describe(folder)
@@ -108,5 +136,7 @@ TARGETS = (
     Target("base's index", BASE_INDEX, _write_base, _plan, damaged_json),
     Target("base's model_index.json", "base/model_index.json", _write_base, _plan, damaged_json),
     Target("base's config.json", "base/transformer/config.json", _write_base, _plan, damaged_json),
+    Target("base in one file", "base.safetensors", _write_single_file, _single_file, reshaped),
+    Target("LoRA for one file", "lora.safetensors", _write_single_file, _single_file, reshaped),
     Target("LoRA beside a base", "lora.safetensors", _write_base, _plan, damaged_header),
 )
