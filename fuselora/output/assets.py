@@ -43,17 +43,16 @@ def place(side: SideFile, target: Path, mode: Assets, *, digest: bool) -> Placed
     """
     if mode == "skip":
         return Placed("skip", None)
-    linked = mode == "hardlink"
-    _check_in_place(side, linked=linked)
+    _check_in_place(side)
     with writing(target, side.n_bytes):
         target.parent.mkdir(parents=True, exist_ok=True)
         # A link left at the path must not be written through: it may lead into the base.
         target.unlink(missing_ok=True)
         if mode == "symlink":
             target.symlink_to(os.path.realpath(side.source))
-            return Placed("symlink", _source_digest(side, linked=linked) if digest else None)
-        if linked and _linked(side, target):
-            return Placed("hardlink", _source_digest(side, linked=linked) if digest else None)
+            return Placed("symlink", _source_digest(side) if digest else None)
+        if mode == "hardlink" and _linked(side, target):
+            return Placed("hardlink", _source_digest(side) if digest else None)
         return _copy(side, target, digest=digest)
 
 
@@ -110,21 +109,24 @@ def _read(side: SideFile, source: BinaryIO) -> bytes:
         return source.read(READ_BYTES)
 
 
-def _source_digest(side: SideFile, *, linked: bool) -> str:
+def _source_digest(side: SideFile) -> str:
     with reading(side.source):
         sha256 = sha256_file(side.source)
-    _check_in_place(side, linked=linked)
+    _check_in_place(side)
     return sha256
 
 
-def _check(side: SideFile, now: os.stat_result, *, linked: bool = False) -> None:
-    """The source is as it was when the base was looked through; a hard link to it changes its ctime."""
+def _check(side: SideFile, now: os.stat_result) -> None:
+    """The source is as it was when the base was looked through.
+
+    Its ctime may differ: hard links to it, as ``--assets hardlink`` makes them, come and go.
+    """
     found = state(now)
-    if found != (side.state._replace(ctime_ns=found.ctime_ns) if linked else side.state):
+    if found != side.state._replace(ctime_ns=found.ctime_ns):
         raise changed(side.source)
 
 
-def _check_in_place(side: SideFile, *, linked: bool) -> None:
+def _check_in_place(side: SideFile) -> None:
     with reading(side.source):
         found = side.source.stat()
-    _check(side, found, linked=linked)
+    _check(side, found)

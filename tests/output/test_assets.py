@@ -189,11 +189,22 @@ def test_a_source_written_during_the_copy_is_refused(
 def test_a_source_that_was_edited_since_it_was_found(side: SideFile, target: Path, mode: Assets) -> None:
     """Of the same size: the plan was made by what it said before."""
     side.source.write_bytes(CONTENT[::-1])
-    later = 1 if mode == "hardlink" else 0  # such a link itself changes what tells of a date put back
-    os.utime(side.source, ns=(0, side.state.mtime_ns + later))
+    os.utime(side.source, ns=(0, side.state.mtime_ns + 1))
     with pytest.raises(ChangedError, match=r"config\.json: was changed"):
         place(side, target, mode, digest=True)
     assert not target.exists()
+
+
+@pytest.mark.parametrize("mode", ["copy", "hardlink", "symlink"])
+def test_hard_links_to_a_source_may_come_and_go(
+    side: SideFile, target: Path, tmp_path: Path, mode: Assets
+) -> None:
+    """As another merge of the same base makes them, or as its output is removed."""
+    os.link(side.source, tmp_path / "other")
+    place(side, target, mode, digest=True)
+    (tmp_path / "other").unlink()
+    place(side, target, mode, digest=True)
+    assert target.read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("mode", ["copy", "hardlink", "symlink"])
