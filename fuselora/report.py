@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
@@ -223,8 +224,11 @@ class Reporter:
             kind = plan.skeleton.pipeline_class or "pipeline"
             self._line(f"written as a diffusers {kind}, all but the weights from {plan.skeleton.source}")
         self._components(plan)
+        adapters = {matching.assignment.order: matching.assignment.adapter for matching in plan.matchings}
+        names = Counter(adapter.name for adapter in adapters.values())
         for matching in plan.matchings:
-            self._lora(matching)
+            adapter = matching.assignment.adapter
+            self._lora(matching, adapter.name if names[adapter.name] == 1 else adapter.location.spec.source)
             if places:
                 self._rows(f"{count:>7} x {place}" for place, count in where(matching.hits).items())
         if plan.fingerprint:
@@ -247,7 +251,8 @@ class Reporter:
         self._draw(table)
         self._line(f"Peak memory about {amount(peak_memory(plan))}, whatever the model's size.")
 
-    def _lora(self, matching: Matching) -> None:
+    def _lora(self, matching: Matching, name: str) -> None:
+        """``name`` is the file's, or what was typed where two files have the same."""
         document = lora_document(matching)
         applied, scales, skipped = document["applied"], document["scales"], document["skipped"]
         assert isinstance(applied, dict) and isinstance(scales, list) and isinstance(skipped, list)
@@ -255,7 +260,7 @@ class Reporter:
         assert isinstance(n_modules, int)
         self._line("")
         self._line(
-            f"{document['name']} on {document['component']}, strength {document['strength']:g}: "
+            f"{name} on {document['component']}, strength {document['strength']:g}: "
             f"{many(n_modules, 'module')}{f' ({counts})' if counts else ''}"
         )
         if matching.row_order:

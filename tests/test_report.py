@@ -524,3 +524,16 @@ def test_a_lora_in_the_place_of_the_base(tmp_path: Path) -> None:
     lora = synth.write_safetensors(tmp_path / "x.safetensors", pair("blocks.0.attn1.to_q"))
     with pytest.raises(Refused, match=r"x\.safetensors: is a LoRA, and no checkpoint"):
         plan(lora, [lora])
+
+
+def test_two_files_of_one_name_are_told_apart(tmp_path: Path, seen: Callable[..., Seen]) -> None:
+    """As most adapters are called pytorch_lora_weights.safetensors."""
+    q = "blocks.0.attn1.to_q"
+    base = synth.write_safetensors(tmp_path / "base.safetensors", [tensor(f"{q}.weight", 4, 4)])
+    loras = [
+        synth.write_safetensors(tmp_path / folder / "same.safetensors", pair(q, value=value))
+        for folder, value in (("a", 1), ("b", 2))
+    ]
+    done = seen()
+    done.reporter.plan(plan(base, loras))
+    assert all(f"{lora} on transformer" in done.out.getvalue() for lora in loras)
