@@ -312,6 +312,27 @@ MUTANTS = (
         STAGING,
     ),
     Mutant(
+        "two runs go on once a lock is removed",
+        "output/staging.py",
+        "        if not lock.is_at(self.lock, self.opened.lock):\n",
+        "        if not self.opened:\n",
+        STAGING,
+    ),
+    Mutant(
+        "a cut shard is published",
+        "output/occupancy.py",
+        "if (folder / path).stat().st_size != n_bytes]",
+        "if not (folder / path).exists()]",
+        STAGING,
+    ),
+    Mutant(
+        "OpenCLIP's q and k are mixed up",
+        "inner_encoders.py",
+        'PROJECTIONS = ("q_proj", "k_proj", "v_proj")',
+        'PROJECTIONS = ("k_proj", "q_proj", "v_proj")',
+        ("tests/test_inner_encoders.py",),
+    ),
+    Mutant(
         "an index knows a wrong size",
         "output/index.py",
         '"total_size": total_size}',
