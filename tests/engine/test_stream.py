@@ -721,6 +721,17 @@ def test_a_large_base_is_looked_through_to_its_end(tmp_path: Path) -> None:
     assert "the base itself" in beyond(tmp_path, {"m.weight": torch.cat([weight] * 2)}, 1.0).message
 
 
+def test_a_base_that_was_edited_since_it_was_planned_is_refused_at_once(case: Case) -> None:
+    """Not when a shard of tens of gigabytes is written."""
+    with case.base.open("r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        stream.write(b"\1")
+    told: list[int] = []
+    with pytest.raises(ChangedError, match=r"base\.safetensors: was changed"):
+        case.write(told.append)
+    assert told == []
+
+
 def test_a_base_that_is_gone_when_it_is_looked_through(case: Case) -> None:
     case.tensors["m.weight"][0, 0] = float("nan")
     write(case.base, case.tensors, pad=72)
