@@ -45,13 +45,17 @@ def unused_blocks(matchings: Sequence[Matching], blocks: Sequence[BlockSpec]) ->
     for block in blocks:
         hits = [hit for m in matchings if blocks_for(m.assignment.component.name, [block]) for hit in m.hits]
         if (hits or block.component) and not any(_means(block.glob, hit) for hit in hits):
-            yield _unused(block, hits)
+            inside = any(m.assignment.component.encoders_inside(block.component) for m in matchings)
+            yield _unused(block, hits, inside=inside)
 
 
-def _unused(block: BlockSpec, hits: Sequence[Hit]) -> Fault:
+def _unused(block: BlockSpec, hits: Sequence[Hit], *, inside: bool) -> Fault:
     if not hits:
         text = f"--blocks {block.component}={block.glob}: no LoRA is for {block.component}"
-        return Fault("unused_blocks", text, hint="Name a component of the base that a LoRA was given for.")
+        hint = "Name a component of the base that a LoRA was given for."
+        if inside:
+            hint = "It lies in another's file: name its modules, as in lora_te1_* or text_encoder.*"
+        return Fault("unused_blocks", text, hint=hint)
     where = f" of {block.component}" if block.component else ""
     hint = f"There are modules like {plain_name(hits[0].module.name)}, in the base {hits[0].base_key}."
     if meant := _ending_in(block.glob, hits):

@@ -63,6 +63,9 @@ class Component:
     def tensors(self) -> dict[str, TensorInfo]:
         return {tensor.name: tensor for shard in self.shards for tensor in shard.tensors}
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tensor.shape for name, tensor in self.tensors().items()}
+
     def model_tensors(self) -> Iterator[TensorInfo]:
         """Those under the prefix: what else a single file holds is not the model's."""
         found = (tensor for shard in self.shards for tensor in shard.tensors)
@@ -232,6 +235,8 @@ def _components(root: Path, variant: str | None) -> tuple[Container, list[Compon
     container, folders = _component_folders(root)
     pipeline_class = _pipeline_class(root, folders) if container == "pipeline" else None
     components = [_folder_component(root, name, folder, variant) for name, folder in folders.items()]
+    if container == "component":
+        components = [replace(one, inner=inner_encoders(one.shapes())) for one in components]
     return container, components, pipeline_class
 
 
@@ -285,7 +290,7 @@ def _pipeline_class(root: Path, folders: Mapping[str, Path]) -> str | None:
 
 def _file_component(path: Path) -> Component:
     header = read_header(path)
-    return Component(
+    component = Component(
         name="transformer",
         role="single",
         folder=PurePosixPath(),
@@ -294,8 +299,8 @@ def _file_component(path: Path) -> Component:
         index_metadata={},
         config={},
         prefix=_prefix_of((header,)),
-        inner=inner_encoders({tensor.name: tensor.shape for tensor in header.tensors}),
     )
+    return replace(component, inner=inner_encoders(component.shapes()))
 
 
 def _folder_component(root: Path, name: str, folder: Path, variant: str | None) -> Component:

@@ -69,9 +69,8 @@ def _read_file(header: Header, digest: bool, advance: Callable[[int], None]) -> 
     with reading(header.path), header.path.open("rb") as stream:
         start = stream.read(header.data_start)
         # its alphas were read together with its header
-        if (
-            hashlib.sha256(start).hexdigest() != header.sha256
-            or state(os.fstat(stream.fileno())) != header.state
+        if hashlib.sha256(start).hexdigest() != header.sha256 or not header.state.is_same(
+            state(os.fstat(stream.fileno()))
         ):
             raise changed(header.path)
         whole.update(start)

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from fuselora.match import FUSABLE, OTHER_SIZE, Hit, Matching, plain_name
 from fuselora.misses import miss_faults, with_misses_settled
 from fuselora.name_table import name_table
 from fuselora.plural import many
+from fuselora.targets import named_component
 from fuselora.widening import widening_faults, widening_notices
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ def _with_alphas(matching: Matching, options: Sequence[AlphaSpec]) -> tuple[Matc
     """Every pair's alpha, by the order of sources."""
     adapter, component = matching.assignment.adapter, matching.assignment.component.name
     option = _option_for(adapter, options)
-    metadata = cache(lambda: config_of_metadata(adapter.metadata, component))
+    metadata = cache(lambda part: config_of_metadata(adapter.metadata, part))
     shapes = {name: tensor.shape for name, tensor in matching.assignment.component.tensors().items()}
     hits: list[Hit] = []
     for hit in matching.hits:
@@ -211,7 +212,7 @@ def _with_alphas(matching: Matching, options: Sequence[AlphaSpec]) -> tuple[Matc
                 stored=adapter.stored_alpha(hit.module, rank, conv=conv),
                 option=option.alpha if option else None,
                 config=adapter.config,
-                metadata=metadata,
+                metadata=partial(metadata, _part_of(matching, hit) or component),
                 conv=conv,
             )
         except BadAlpha as error:
@@ -219,6 +220,12 @@ def _with_alphas(matching: Matching, options: Sequence[AlphaSpec]) -> tuple[Matc
             return matching, [Fault("alpha", text, path=adapter.name, key="__metadata__")]
         hits.append(replace(hit, alpha=alpha))
     return replace(matching, hits=tuple(hits)), []
+
+
+def _part_of(matching: Matching, hit: Hit) -> str | None:
+    """The text encoder in the component's own file that a hit is on."""
+    meant = matching.assignment.component.encoders_inside(named_component(hit.module.name))
+    return meant[0].name if meant else None
 
 
 def _stated_rank(hit: Hit, config: AdapterConfig | None) -> int | None:

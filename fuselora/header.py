@@ -119,7 +119,7 @@ def check_unchanged(header: Header) -> None:
     """Raises ``ChangedError`` unless the path still holds the file whose header was read."""
     with reading(header.path):
         found = header.path.stat()
-    if state(found) != header.state:
+    if not header.state.is_same(state(found)):
         raise changed(header.path)
 
 

@@ -168,6 +168,12 @@ def plain_name(module: str) -> str:
     return spellings(module)[-1].name
 
 
+def recorded_name(module: str) -> str:
+    """As the marker has it: plain, but for the text encoder: one file may hold several of those."""
+    named = named_component(module)
+    return f"{named}.{plain_name(module)}" if named in MEANINGS else plain_name(module)
+
+
 @dataclass(frozen=True, slots=True)
 class _Search:
     """Looks one module up at a time.
@@ -267,6 +273,9 @@ class _Search:
             for reading, leaf in product(readings, kind.leaves)
             for layout in self.table.find(reading, leaf)
         }
+        meant = self.assignment.component.encoders_inside(named_component(module.name))
+        if len(meant) > 1:
+            return f"Say which: {' or '.join(f'--lora {one.name}=FILE' for one in meant)}"
         if len(found) < 2:
             return None
         return f"Say which layout its names are in with --lora-layout: {' or '.join(sorted(found))}."
@@ -473,9 +482,9 @@ def overlap(one: Runs, two: Runs) -> bool:
 
 def _stray_alphas(assignment: Assignment, modules: Sequence[Module]) -> Iterator[Fault]:
     """An alpha whose module has its factors under another spelling would be lost."""
-    scaled = {plain_name(m.name): m.name for m in modules if any(k.uses_alpha for k in m.kinds)}
+    scaled = {recorded_name(m.name): m.name for m in modules if any(k.uses_alpha for k in m.kinds)}
     for module in modules:
-        owner_name = scaled.get(plain_name(module.name))
+        owner_name = scaled.get(recorded_name(module.name))
         if module.parts.keys() <= ALPHAS and owner_name:
             text = f"{module.name}: an alpha for {owner_name}, which is spelled otherwise in the same file"
             yield Fault("alpha", text, path=assignment.adapter.name, key=module.name)

@@ -32,6 +32,14 @@ class State(NamedTuple):
     mtime_ns: int
     ctime_ns: int
     inode: int
+    n_links: int
+    mode: int
+
+    def is_same(self, now: State) -> bool:
+        """Whether the content can be the same: links and permissions that come or go move the ctime too."""
+        if (self.n_bytes, self.mtime_ns, self.inode) != (now.n_bytes, now.mtime_ns, now.inode):
+            return False
+        return self.ctime_ns == now.ctime_ns or (self.n_links, self.mode) != (now.n_links, now.mode)
 
 
 @contextmanager
@@ -73,7 +81,14 @@ def start_of(path: Path, n_bytes: int) -> bytes:
 
 def state(found: os.stat_result) -> State:
     """That of a file by its ``stat``."""
-    return State(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+    return State(
+        n_bytes=found.st_size,
+        mtime_ns=found.st_mtime_ns,
+        ctime_ns=found.st_ctime_ns,
+        inode=found.st_ino,
+        n_links=found.st_nlink,
+        mode=found.st_mode,
+    )
 
 
 def changed(path: Path) -> ChangedError:

@@ -13,7 +13,7 @@ from fuselora.block_strengths import blocks_for
 from fuselora.digest import artifact_digest, tagged
 from fuselora.header import dtype_name
 from fuselora.marker import SCHEMA
-from fuselora.match import plain_name
+from fuselora.match import recorded_name
 
 if TYPE_CHECKING:
     from fuselora.content import LoraContent
@@ -209,7 +209,7 @@ def scale_groups(hits: Sequence[Hit], strength: float) -> list[dict[str, object]
     for hit in hits:
         if hit.alpha is not None:
             row = (hit.scale(strength), hit.alpha.value, hit.rank or 0, hit.alpha.source, hit.block)
-            groups.setdefault(row, []).append(plain_name(hit.module.name))
+            groups.setdefault(row, []).append(recorded_name(hit.module.name))
     return [
         {
             **{"scale": scale, "alpha": alpha, "rank": rank, "source": source},

@@ -19,7 +19,7 @@ from fuselora.kinds.kind import ALPHAS
 from fuselora.kinds.settings import UNSAID, Settings
 from fuselora.lora.adapter import open_adapter
 from fuselora.marker import FILE_NAME, LoraRecord
-from fuselora.match import Matching, match, plain_name
+from fuselora.match import Matching, match, recorded_name
 from fuselora.record import applied_counts
 from fuselora.resolve import LoraLocation
 from fuselora.specs import BlockSpec, LoraSpec
@@ -155,7 +155,7 @@ def _deltas(
     homes = matching.assignment.adapter.homes
     for hit in matching.hits:
         factors = {part: Stored(homes[t.name].path, t.name) for part, t in hit.parts.items()}
-        scale = scales.get(plain_name(hit.module.name)) if hit.kind.scaled else None
+        scale = scales.get(recorded_name(hit.module.name)) if hit.kind.scaled else None
         if hit.rank is not None and scale is None:
             continue
         strength = entry.strength * hit.block
@@ -192,7 +192,7 @@ def _pair_findings(
     rank = hit.rank
     if rank is None:
         return
-    name, group = hit.module.name, scales.get(plain_name(hit.module.name))
+    name, group = hit.module.name, scales.get(recorded_name(hit.module.name))
     if group is None:
         yield Finding("scale", entry.name, name, f"{FILE_NAME} gives no scale for it")
         return
@@ -234,7 +234,7 @@ def _account_findings(
     fields = Fields(entry.raw, FILE_NAME, entry.name)
     recorded = {item.text("module") for item in fields.items("skipped")}
     skipped = {s.module.name for s in matching.skipped} | {u.module.name for u in matching.unmatched}
-    pairs = {plain_name(hit.module.name) for hit in matching.hits if hit.kind.scaled}
+    pairs = {recorded_name(hit.module.name) for hit in matching.hits if hit.kind.scaled}
     for name in sorted(skipped - recorded):
         yield Finding("lora", entry.name, name, f"it has no place in the base; {FILE_NAME} does not say so")
     for name in sorted(recorded - skipped):

@@ -22,6 +22,7 @@ _EXPERT_WORD = re.compile(
     rf"(?<![a-z])(?P<expert>high|low)(?=[-_ ]?noise|(?![a-z])(?![-_ ]?(?:{_OTHER})))", re.IGNORECASE
 )
 FIRST = "transformer"
+ANY_ENCODER = "lora_te_"  # kohya's, of models that have but one
 THREE_SPELLINGS = (
     "Say which: --lora HIGH.safetensors,LOW.safetensors for one file per expert, "
     "--lora transformer_2=FILE for one expert, or --lora all=FILE for one file on both."
@@ -98,7 +99,7 @@ def modules_for(adapter: Adapter, component: Component, checkpoint: Checkpoint) 
     lacks are otherwise with the transformers' keys, and have no home there.
     """
     given = adapter.location.spec.component
-    if component.encoders_inside(given):
+    if given is not None and component.encoders_inside(given):
         return tuple(_named_for(module, given) for module in adapter.modules)
     halves = _halves(adapter, checkpoint)
     if component.is_text_encoder:
@@ -133,8 +134,11 @@ def _halves(adapter: Adapter, checkpoint: Checkpoint) -> _Halves:
     return _Halves({name: tuple(modules) for name, modules in encoders.items()}, unclear, tuple(rest))
 
 
-def _named_for(module: Module, encoder: str | None) -> Module:
+def _named_for(module: Module, encoder: str) -> Module:
     """Its keys as if they had the prefix of the text encoder that their file was given for."""
+    if module.name.startswith(ANY_ENCODER):
+        number = TEXT_ENCODERS.index(encoder) + 1
+        return replace(module, name=f"lora_te{number}_{module.name.removeprefix(ANY_ENCODER)}")
     return module if _named(module) else replace(module, name=f"{encoder}.{module.name}")
 
 
@@ -221,7 +225,7 @@ def _given_inner(adapter: Adapter, name: str, checkpoint: Checkpoint) -> tuple[C
     for component in checkpoint.transformers:
         (meant,) = component.encoders_inside(name) or (None,)
         named = {owner for module in adapter.modules if (owner := _named(module))}
-        if meant and (others := [o for o in named if component.encoders_inside(o) != (meant,)]):
+        if meant and (others := [o for o in named if meant not in component.encoders_inside(o)]):
             return _strays(adapter, others, {name}, checkpoint)
         if meant:
             return (component,)

@@ -254,11 +254,41 @@ def test_what_is_known_of_each_prefix() -> None:
     assert inner_encoders({"text_encoders.unheard_of.transformer.x": (1,), "first_stage_model.x": (1,)}) == ()
 
 
-def test_only_a_single_file_is_looked_through_for_them(tmp_path: Path) -> None:
+def test_a_file_is_looked_through_by_its_own_name_and_by_its_folders(tmp_path: Path) -> None:
+    """An OUT that is to be stacked on is a folder of one file."""
     file, _ = sdxl(tmp_path)
-    for root, names in ((file, ["text_encoder", "text_encoder_2"]), (tmp_path, [])):
+    for root in (file, tmp_path):
         checkpoint = open_checkpoint(root, source=str(root), revision=None, variant=None)
-        assert [one.name for one in checkpoint.components[0].inner] == names
+        assert [one.name for one in checkpoint.components[0].inner] == ["text_encoder", "text_encoder_2"]
+
+
+def test_the_same_layer_of_both_encoders_at_other_scales(tmp_path: Path) -> None:
+    """The marker has a scale for each."""
+    file, _ = sdxl(tmp_path)
+    stored: Tensors = {}
+    for n in (1, 2):
+        key = f"lora_te{n}_text_model_encoder_layers_0_self_attn_q_proj"
+        stored |= {
+            f"{key}.lora_down.weight": noise(2, WIDTH, seed=5 + n),
+            f"{key}.alpha": torch.tensor(float(n)),
+        }
+        stored |= {f"{key}.lora_up.weight": noise(WIDTH, 2, seed=8 + n)}
+    lora = save(tmp_path / "x.safetensors", stored)
+    merge(file, [lora], tmp_path / "out", blocks=["lora_te2_*=0.5"])
+    assert verify(tmp_path / "out", base=file, loras=[lora]).ok
+
+
+def test_a_name_for_any_encoder_given_for_one(tmp_path: Path) -> None:
+    file, base = sdxl(tmp_path)
+    key = "lora_te_text_model_encoder_layers_1_mlp_fc1"
+    pair = {
+        f"{key}.lora_down.weight": noise(2, WIDTH, seed=5),
+        f"{key}.lora_up.weight": noise(HIDDEN, 2, seed=6),
+    }
+    merge(file, [f"text_encoder_2={save(tmp_path / 'x.safetensors', pair)}"], tmp_path / "out")
+    fused = read_folder(tmp_path / "out")
+    changed = [name for name in base if not torch.equal(fused[name], base[name])]
+    assert changed == [f"{SDXL_OPEN_CLIP}transformer.resblocks.1.mlp.c_fc.weight"]
 
 
 def test_two_encoders_of_one_name_are_not_told_apart(tmp_path: Path) -> None:

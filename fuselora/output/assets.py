@@ -121,8 +121,8 @@ def _check(side: SideFile, now: os.stat_result) -> None:
 
     Its ctime may differ: hard links to it, as ``--assets hardlink`` makes them, come and go.
     """
-    found = state(now)
-    if found != side.state._replace(ctime_ns=found.ctime_ns):
+    found, seen = state(now), side.state
+    if not seen._replace(ctime_ns=found.ctime_ns).is_same(found):
         raise changed(side.source)
 
 

@@ -19,7 +19,6 @@ from fuselora.marker import JOURNAL_NAME, NEW_JOURNAL_NAME
 from fuselora.output import claims
 from fuselora.output.claims import JOURNAL_FAMILY
 from fuselora.output.disk import sync_folder, write_file, writing
-from fuselora.reading import state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -43,7 +42,7 @@ class BaseState:
     @classmethod
     def of(cls, status: os.stat_result, sha256: str) -> BaseState:
         """From a ``stat`` taken before the file was read: an edit during the read then shows later."""
-        return cls(sha256, *state(status))
+        return cls(sha256, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
     def matches(self, status: os.stat_result) -> bool:
         """Size, times and inode are still the same; the content is not read."""

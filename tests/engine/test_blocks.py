@@ -17,7 +17,7 @@ from fuselora.planning import OutputFile
 from fuselora.reading import State
 from fuselora.steps import BLOCK_BYTES, Copy, Fuse, Step, chunk_grid
 
-BASE = Header(Path("base"), 0, 0, (), {}, "", State(0, 0, 0, 0))
+BASE = Header(Path("base"), 0, 0, (), {}, "", State(0, 0, 0, 0, 1, 0))
 Tensor = tuple[int, int, str, str, bool]  # rows, columns, dtype in the base, in the output, copied
 
 

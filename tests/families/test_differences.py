@@ -31,7 +31,7 @@ each = pytest.mark.parametrize("name", sorted(MODELS))
 def homes(model: Model, base: Shapes, layout: Layout, wanted: Layout) -> dict[str, Home]:
     """What every name of one layout means in a base of another, as a merge looks it up."""
     tensors = tuple(TensorInfo(name, "F64", shape, 0, 0) for name, shape in base.items())
-    header = Header(Path("base"), 0, 0, tensors, {}, "", State(0, 0, 0, 0))
+    header = Header(Path("base"), 0, 0, tensors, {}, "", State(0, 0, 0, 0, 1, 0))
     component = Component("transformer", "single", PurePosixPath(), (header,), None, {}, {}, "")
     return dict(name_table(component, model.family, layout).dotted[wanted])
 
