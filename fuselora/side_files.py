@@ -26,13 +26,16 @@ MAX_DEPTH = 200  # far over all that is published, and under what Python's own f
 class SideFile:
     """A file of the base that is no fused weight: ``path`` relative with ``/``, ``source`` absolute.
 
-    ``n_bytes`` and ``state`` are what it had when the base was looked through.
+    ``state`` is what it had when the base was looked through.
     """
 
     path: str
     source: Path
-    n_bytes: int
     state: State
+
+    @property
+    def n_bytes(self) -> int:
+        return self.state.n_bytes
 
 
 def survey(root: Path, *, exclude: Callable[[str], bool]) -> tuple[SideFile, ...]:
@@ -51,11 +54,10 @@ def survey(root: Path, *, exclude: Callable[[str], bool]) -> tuple[SideFile, ...
         if fault := _fault(path, place, bounds):
             faults.append(f"{path} {fault}")
         else:
-            status = place.stat()
-            found.append(SideFile(path, place, status.st_size, state(status)))
+            found.append(SideFile(path, place, state(place.stat())))
     if faults:
         _refuse(root, faults)
-    return tuple(sorted(found, key=lambda side: side.path))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

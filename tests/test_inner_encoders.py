@@ -141,6 +141,14 @@ def test_every_layer_changes_as_diffusers_reads_the_file(
     assert verify(tmp_path / "out", base=file, loras=[lora]).ok
 
 
+def pair_of(key: str, rows: int) -> Tensors:
+    """Of rank 2, for a layer with ``rows`` outputs."""
+    return {
+        f"{key}.lora_down.weight": noise(2, WIDTH, seed=5),
+        f"{key}.lora_up.weight": noise(rows, 2, seed=6),
+    }
+
+
 def sdxl(folder: Path) -> tuple[Path, Tensors]:
     base = {UNET: noise(8, 8, seed=1), **clip(SDXL_CLIP), **open_clip(SDXL_OPEN_CLIP)}
     return save(folder / "sdxl.safetensors", base), base
@@ -148,10 +156,8 @@ def sdxl(folder: Path) -> tuple[Path, Tensors]:
 
 def test_a_kohya_file_of_the_unet_and_both_encoders(tmp_path: Path) -> None:
     file, base = sdxl(tmp_path)
-    pair = {"lora_down.weight": noise(2, WIDTH, seed=5), "lora_up.weight": noise(WIDTH, 2, seed=6)}
     q = "text_model_encoder_layers_0_self_attn_q_proj"
-    keys = {f"{name}_{q}": (WIDTH, WIDTH) for name in ("lora_te1", "lora_te2")}
-    stored = {f"{key}.{part}": t.clone() for key in keys for part, t in pair.items()}
+    stored = {**pair_of(f"lora_te1_{q}", WIDTH), **pair_of(f"lora_te2_{q}", WIDTH)}
     unet = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q"
     stored |= {f"{unet}.lora_down.weight": noise(2, 8, seed=7), f"{unet}.lora_up.weight": noise(8, 2, seed=8)}
     merge(file, [save(tmp_path / "x.safetensors", stored)], tmp_path / "out")
@@ -181,10 +187,7 @@ def test_a_file_given_for_one_encoder(tmp_path: Path) -> None:
 def test_keys_of_one_encoder_given_for_another(tmp_path: Path) -> None:
     file, _ = sdxl(tmp_path)
     key = "lora_te1_text_model_encoder_layers_0_mlp_fc1"
-    pair = {
-        f"{key}.lora_down.weight": noise(2, WIDTH, seed=5),
-        f"{key}.lora_up.weight": noise(HIDDEN, 2, seed=6),
-    }
+    pair = pair_of(key, HIDDEN)
     lora = save(tmp_path / "x.safetensors", pair)
     with pytest.raises(Refused, match="has keys for lora_te1, and was given for text_encoder_2"):
         merge(file, [f"text_encoder_2={lora}"], tmp_path / "out")
@@ -194,10 +197,7 @@ def test_keys_of_one_encoder_given_for_another(tmp_path: Path) -> None:
 def test_what_could_be_either_encoder_is_refused(tmp_path: Path) -> None:
     file, _ = sdxl(tmp_path)
     key = "lora_te_text_model_encoder_layers_0_mlp_fc1"
-    pair = {
-        f"{key}.lora_down.weight": noise(2, WIDTH, seed=5),
-        f"{key}.lora_up.weight": noise(HIDDEN, 2, seed=6),
-    }
+    pair = pair_of(key, HIDDEN)
     with pytest.raises(Refused, match=f"could be {SDXL_CLIP}.* or {SDXL_OPEN_CLIP}"):
         merge(file, [save(tmp_path / "x.safetensors", pair)], tmp_path / "out")
 
@@ -207,10 +207,7 @@ def test_an_unknown_layer_of_an_encoder_that_is_there(tmp_path: Path) -> None:
     unet = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q"
     stored = {f"{unet}.lora_down.weight": noise(2, 8, seed=7), f"{unet}.lora_up.weight": noise(8, 2, seed=8)}
     key = "lora_te1_text_model_encoder_layers_9_mlp_fc1"
-    stored |= {
-        f"{key}.lora_down.weight": noise(2, WIDTH, seed=5),
-        f"{key}.lora_up.weight": noise(HIDDEN, 2, seed=6),
-    }
+    stored |= pair_of(key, HIDDEN)
     with pytest.raises(Refused) as caught:
         merge(file, [save(tmp_path / "x.safetensors", stored)], tmp_path / "out")
     (fault,) = caught.value.faults
@@ -222,10 +219,7 @@ def test_an_unknown_layer_of_an_encoder_that_is_there(tmp_path: Path) -> None:
 def test_text_encoders_keep_their_dtype(tmp_path: Path) -> None:
     file, base = sdxl(tmp_path)
     key = "lora_te1_text_model_encoder_layers_0_mlp_fc1"
-    pair = {
-        f"{key}.lora_down.weight": noise(2, WIDTH, seed=5),
-        f"{key}.lora_up.weight": noise(HIDDEN, 2, seed=6),
-    }
+    pair = pair_of(key, HIDDEN)
     lora = save(tmp_path / "x.safetensors", pair)
     merge(file, [lora], tmp_path / "out", dtype="bfloat16")
     fused = read_folder(tmp_path / "out")
@@ -281,10 +275,7 @@ def test_the_same_layer_of_both_encoders_at_other_scales(tmp_path: Path) -> None
 def test_a_name_for_any_encoder_given_for_one(tmp_path: Path) -> None:
     file, base = sdxl(tmp_path)
     key = "lora_te_text_model_encoder_layers_1_mlp_fc1"
-    pair = {
-        f"{key}.lora_down.weight": noise(2, WIDTH, seed=5),
-        f"{key}.lora_up.weight": noise(HIDDEN, 2, seed=6),
-    }
+    pair = pair_of(key, HIDDEN)
     merge(file, [f"text_encoder_2={save(tmp_path / 'x.safetensors', pair)}"], tmp_path / "out")
     fused = read_folder(tmp_path / "out")
     changed = [name for name in base if not torch.equal(fused[name], base[name])]
@@ -298,10 +289,7 @@ def test_two_encoders_of_one_name_are_not_told_apart(tmp_path: Path) -> None:
     ]
     file = save(tmp_path / "base.safetensors", {UNET: noise(8, 8, seed=1), **dict(both)})
     key = "lora_te1_text_model_encoder_layers_0_mlp_fc1"
-    pair = {
-        f"{key}.lora_down.weight": noise(2, WIDTH, seed=5),
-        f"{key}.lora_up.weight": noise(HIDDEN, 2, seed=6),
-    }
+    pair = pair_of(key, HIDDEN)
     lora = save(tmp_path / "x.safetensors", pair)
     for given in (str(lora), f"text_encoder={lora}"):
         with pytest.raises(Refused):
@@ -317,10 +305,7 @@ def test_odd_shapes_in_an_encoder_are_no_traceback(tmp_path: Path, name: str, sh
     file = save(tmp_path / "base.safetensors", {UNET: noise(8, 8, seed=1), **odd})
     assert isinstance(describe(file), CheckpointDescription)
     key = "lora_te2_text_model_encoder_layers_0_self_attn_q_proj"
-    pair = {
-        f"{key}.lora_down.weight": noise(2, WIDTH, seed=5),
-        f"{key}.lora_up.weight": noise(WIDTH, 2, seed=6),
-    }
+    pair = pair_of(key, WIDTH)
     lora = save(tmp_path / "x.safetensors", pair)
     if "in_proj" in name:
         with pytest.raises(Refused):

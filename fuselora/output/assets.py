@@ -121,8 +121,7 @@ def _check(side: SideFile, now: os.stat_result) -> None:
 
     Its ctime may differ: hard links to it, as ``--assets hardlink`` makes them, come and go.
     """
-    found, seen = state(now), side.state
-    if not seen._replace(ctime_ns=found.ctime_ns).is_same(found):
+    if not side.state.is_alike(state(now)):
         raise changed(side.source)
 
 

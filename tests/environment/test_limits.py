@@ -29,6 +29,12 @@ def may_mount(folder: Path) -> bool:
     return done.returncode == 0
 
 
+@pytest.fixture
+def mounts(tmp_path: Path) -> None:
+    if not may_mount(tmp_path):
+        pytest.skip("this machine mounts nothing for a process of its own")
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -48,10 +54,9 @@ def test_files_that_may_not_grow(kilobytes: int, inputs: Inputs, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kilobytes", [0, 40, 100])
+@pytest.mark.usefixtures("mounts")
 def test_a_disk_that_is_full(kilobytes: int, inputs: Inputs, tmp_path: Path) -> None:
     """The room is looked at before anything is written: what is needed, and what there is."""
-    if not may_mount(tmp_path):
-        pytest.skip("this machine mounts nothing for a process of its own")
     (tmp_path / "disk").mkdir()
     words = " ".join(inputs.arguments("disk/out"))
     size = f"mount -t tmpfs -o size={kilobytes + 8}k none disk"
@@ -64,10 +69,9 @@ def test_a_disk_that_is_full(kilobytes: int, inputs: Inputs, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("files", [3, 8, 14])
+@pytest.mark.usefixtures("mounts")
 def test_a_file_system_that_takes_no_more_files(files: int, inputs: Inputs, tmp_path: Path) -> None:
     """It may have all the bytes in the world."""
-    if not may_mount(tmp_path):
-        pytest.skip("this machine mounts nothing for a process of its own")
     (tmp_path / "disk").mkdir()
     words = " ".join(inputs.arguments("disk/out"))
     mount = f"mount -t tmpfs -o nr_inodes={files} none disk"
@@ -80,9 +84,8 @@ def test_a_file_system_that_takes_no_more_files(files: int, inputs: Inputs, tmp_
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.usefixtures("mounts")
 def test_a_file_system_that_is_read_only(inputs: Inputs, tmp_path: Path) -> None:
-    if not may_mount(tmp_path):
-        pytest.skip("this machine mounts nothing for a process of its own")
     (tmp_path / "disk").mkdir()
     words = " ".join(inputs.arguments("disk/out"))
     script = f"mount -t tmpfs -o ro none disk; {COMMAND} {words}; echo rc $?; ls -A disk"
@@ -92,9 +95,8 @@ def test_a_file_system_that_is_read_only(inputs: Inputs, tmp_path: Path) -> None
     assert any(words in done.stderr for words in ("Read-only file system", "cannot be written"))
 
 
+@pytest.mark.usefixtures("mounts")
 def test_a_base_that_is_read_only_is_no_obstacle(inputs: Inputs, tmp_path: Path) -> None:
-    if not may_mount(tmp_path):
-        pytest.skip("this machine mounts nothing for a process of its own")
     (tmp_path / "given").mkdir()
     words = " ".join(inputs.arguments("out", base="given"))
     bind = f"mount --bind {inputs.base} given && mount -o remount,bind,ro given"

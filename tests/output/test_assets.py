@@ -28,8 +28,7 @@ def side(tmp_path: Path) -> SideFile:
 
 def seen(path: str, source: Path) -> SideFile:
     """As ``survey`` finds it."""
-    status = source.stat()
-    return SideFile(path, source, status.st_size, state(status))
+    return SideFile(path, source, state(source.stat()))
 
 
 @pytest.fixture
