@@ -171,6 +171,25 @@ def test_a_file_that_changed_after_it_was_read(tmp_path: Path) -> None:
         check_unchanged(header)
 
 
+def test_links_and_permissions_that_come_and_go_are_no_edit(tmp_path: Path) -> None:
+    """Another run may hard-link a file of the base; an edit that puts the date back is one still."""
+    adapter = opened(tmp_path, *pair(Q))
+    (header,) = adapter.files
+    before = header.path.stat()
+    os.link(header.path, tmp_path / "other")
+    check_unchanged(header)
+    (tmp_path / "other").unlink()
+    header.path.chmod(0o600)
+    check_unchanged(header)
+    header.path.chmod(before.st_mode & 0o777)
+    with header.path.open("r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        stream.write(b"\1")
+    os.utime(header.path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(ChangedError, match=r"x\.safetensors: was changed"):
+        check_unchanged(header)
+
+
 def test_an_alpha_edited_between_header_and_data(tmp_path: Path) -> None:
     """The header stays what it was: the new digest would be recorded for what the old alpha scaled."""
     adapter = opened(tmp_path, *pair(Q, alpha=8))

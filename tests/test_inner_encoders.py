@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -269,6 +270,26 @@ def test_the_same_layer_of_both_encoders_at_other_scales(tmp_path: Path) -> None
         stored |= {f"{key}.lora_up.weight": noise(WIDTH, 2, seed=8 + n)}
     lora = save(tmp_path / "x.safetensors", stored)
     merge(file, [lora], tmp_path / "out", blocks=["lora_te2_*=0.5"])
+    assert verify(tmp_path / "out", base=file, loras=[lora]).ok
+
+
+def test_each_part_has_the_alpha_that_the_metadata_gives_it(tmp_path: Path) -> None:
+    """As diffusers saves a LoRA of several models."""
+    file, base = sdxl(tmp_path)
+    keys = [f"text_encoder{n}.text_model.encoder.layers.0.mlp.fc1" for n in ("", "_2")]
+    stored = {name: t for key in keys for name, t in pair_of(key, HIDDEN).items()}
+    alphas = {f"text_encoder{n}.lora_alpha": alpha for n, alpha in (("", 2), ("_2", 4))}
+    ranks = {f"text_encoder{n}.r": 2 for n in ("", "_2")}
+    lora = save(
+        tmp_path / "x.safetensors", stored, {"lora_adapter_metadata": json.dumps({**alphas, **ranks})}
+    )
+    merge(file, [lora], tmp_path / "out")
+    fused = read_folder(tmp_path / "out")
+    delta = noise(HIDDEN, 2, seed=6) @ noise(2, WIDTH, seed=5)
+    first = f"{SDXL_CLIP}text_model.encoder.layers.0.mlp.fc1.weight"
+    second = f"{SDXL_OPEN_CLIP}transformer.resblocks.0.mlp.c_fc.weight"
+    assert torch.equal(fused[first], base[first] + delta)
+    assert torch.equal(fused[second], base[second] + 2 * delta)
     assert verify(tmp_path / "out", base=file, loras=[lora]).ok
 
 
