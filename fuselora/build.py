@@ -17,9 +17,9 @@ from fuselora.engine.settings import cpu_type, exact_settings
 from fuselora.engine.stream import WrittenFile, write_file
 from fuselora.errors import FuseloraError, Notice, OutputError, ReadError, ResourceError
 from fuselora.header import check_unchanged
-from fuselora.output import assets, claims, disk, space, staging
+from fuselora.output import assets, claims, disk, journal, space, staging
 from fuselora.output.index import encode_index
-from fuselora.output.journal import BaseState, Entry, Journal, has_finished, reusable
+from fuselora.output.journal import BaseState, Entry, Journal, reusable
 from fuselora.reading import real_path
 from fuselora.record import Machine, SideRecord, WeightRecord, marker_document
 from fuselora.side_files import survey
@@ -53,12 +53,12 @@ def build(plan: FusePlan, stage: Stage, progress: Progress, created: datetime) -
     a refusal, or where no shard is finished, nothing of it is left.
     """
     means = choose_means(plan.request, plan.fused_steps)
-    identity = _Build(plan, stage, means).identity()
+    identity = _identity(plan, means)
     with (
         staging.open_stage(stage) as opened,
         _kept_or_discarded(opened, identity, resumable=plan.request.digest),
     ):
-        run = _Build(plan, opened, means)
+        run = _Build(plan, opened, means, identity)
         side_files = run.side_files()
         n_side = sum(side.n_bytes for side in side_files)
         space.require(opened.folder, run.missing_bytes(n_side))
@@ -72,13 +72,16 @@ class _Build:
     plan: FusePlan
     stage: Stage
     means: Means
+    identity: str
 
     def everything(self, side_files: tuple[SideFile, ...], advance: Advance, created: datetime) -> Built:
         weights, lost, kept = self._shards(side_files, advance)
         self._check_loras()
         sides = [*self._indexes(), *self._edited(), *self._placed(side_files, advance)]
         notices = (*self.plan.notices, *self.means.notices, *_lost_notices(lost))
-        document = marker_document(self.plan, weights, sides, self._machine(), notices, created)
+        document = marker_document(
+            self.plan, weights, sides, _machine(self.plan, self.means), notices, created
+        )
         content = marker.encode(document)
         disk.write_file(self.stage.place(marker.FILE_NAME), content)
         staging.publish(self.stage, overwrite=self.plan.request.overwrite)
@@ -109,25 +112,20 @@ class _Build:
         records: dict[str, WeightRecord] = {}
         lost: dict[str, Lost] = {}
         kept: list[str] = []
-        with Journal.open(self.stage.folder, self.identity(), files=self._paths(side_files)) as journal:
+        with Journal.open(self.stage.folder, self.identity, files=self._paths(side_files)) as opened:
             for component in self.plan.components:
                 for file in component.files:
-                    entry = journal.finished().get(str(file.path))
+                    entry = opened.finished().get(str(file.path))
                     if entry and reusable(entry, self.stage.folder / file.path, file.base.path):
                         kept.append(entry.path)
                         records[entry.path] = _record(file, entry.sha256, entry.base.sha256)
                         lost[component.name] = lost.get(component.name, Lost()) + _lost(entry)
                         advance(file.n_bytes)
                         continue
-                    written = self._write(file, journal, advance)
+                    written = self._write(file, opened, advance)
                     records[str(file.path)] = _record(file, written.sha256, written.base_sha256)
                     lost[component.name] = lost.get(component.name, Lost()) + written.lost
         return records, lost, tuple(kept)
-
-    def identity(self) -> str:
-        """The plan, and the machine where the bytes depend on it."""
-        assert self.plan.fingerprint is not None  # a plan without the data pass is never executed
-        return f"{self.plan.fingerprint} by {self._machine()}"
 
     def _check_loras(self) -> None:
         """What the marker will say of the LoRAs has to be true of what was added."""
@@ -135,7 +133,7 @@ class _Build:
             for file in matching.assignment.adapter.files:
                 check_unchanged(file)
 
-    def _write(self, file: OutputFile, journal: Journal, advance: Advance) -> WrittenFile:
+    def _write(self, file: OutputFile, opened: Journal, advance: Advance) -> WrittenFile:
         target = self.stage.place(file.path)
         with disk.writing(target, file.n_bytes):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +143,7 @@ class _Build:
             state = BaseState.of(written.base_status, written.base_sha256)
             lost = written.lost
             entry = Entry(str(file.path), file.n_bytes, written.sha256, state, lost.touched, lost.unchanged)
-            journal.record(entry)
+            opened.record(entry)
         return written
 
     def _paths(self, side_files: tuple[SideFile, ...]) -> list[str]:
@@ -183,11 +181,18 @@ class _Build:
             link = placed.how if placed.how in ("symlink", "hardlink") else None
             yield SideRecord(side.path, side.n_bytes, placed.sha256, link)
 
-    def _machine(self) -> Machine:
-        kernels = [self.means.kernels.of(step) for step in self.plan.fused_steps]
-        used = {kernel.name: kernel.accumulate for kernel in kernels or self.means.kernels.choices[-1:]}
-        sums = " + ".join(sorted(set(used.values())))
-        return Machine(" + ".join(sorted(used)), sums, self.means.device, cpu_type(), torch.__version__)
+
+def _identity(plan: FusePlan, means: Means) -> str:
+    """The plan, and the machine where the bytes depend on it."""
+    assert plan.fingerprint is not None  # a plan without the data pass is never executed
+    return f"{plan.fingerprint} by {_machine(plan, means)}"
+
+
+def _machine(plan: FusePlan, means: Means) -> Machine:
+    kernels = [means.kernels.of(step) for step in plan.fused_steps]
+    used = {kernel.name: kernel.accumulate for kernel in kernels or means.kernels.choices[-1:]}
+    sums = " + ".join(sorted(set(used.values())))
+    return Machine(" + ".join(sorted(used)), sums, means.device, cpu_type(), torch.__version__)
 
 
 def _lost(entry: Entry) -> Lost:
@@ -226,8 +231,8 @@ def _kept_or_discarded(stage: Stage, identity: str, *, resumable: bool) -> Itera
 def _keep_or_discard(stage: Stage, error: BaseException, identity: str, *, resumable: bool) -> None:
     is_expected = isinstance(error, FuseloraError)
     at_fault = is_expected and not isinstance(error, (OutputError, ReadError, ResourceError))
-    if at_fault or not resumable or not has_finished(stage.folder):
+    if at_fault or not resumable or not journal.has_finished(stage.folder):
         staging.discard(stage)
-    elif isinstance(error, FuseloraError) and has_finished(stage.folder, identity):
+    elif isinstance(error, FuseloraError) and journal.read(stage.folder, identity):
         keep = f"{stage.folder} keeps what is finished: run the same command again to go on."
         error.hint = f"{error.hint} {keep}" if error.hint else keep

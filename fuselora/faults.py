@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import PurePosixPath
@@ -242,12 +242,12 @@ def _expert_rank_faults(matching: Matching) -> Iterator[Fault]:
 
     What shows its rank without the base is compared where the adapter is read.
     """
-    adapter, component = matching.assignment.adapter, matching.assignment.component.name
-    config = adapter.config or _quiet_config(adapter.metadata, component)
+    adapter, in_metadata = matching.assignment.adapter, _metadata_configs(matching)
     where = adapter.location.config.name if adapter.location.config else "lora_adapter_metadata"
-    for hit in matching.hits if config else ():
+    for hit in matching.hits:
         name, rank = plain_name(hit.module.name), hit.own_rank
-        said = config.rank_of(name) if config and hit.of_parameter else None
+        config = (adapter.config or in_metadata(hit)) if hit.of_parameter else None
+        said = config.rank_of(name) if config else None
         if rank and said and rank != said:
             text = f"{where}: says rank {said} for {name}, and its factors have {rank}"
             yield Fault("config", text, path=adapter.name, key=name, hint=REPAIR)
@@ -255,10 +255,10 @@ def _expert_rank_faults(matching: Matching) -> Iterator[Fault]:
 
 def _default_alpha_notices(matching: Matching) -> Iterator[Notice]:
     """A configuration that leaves alpha out means PEFT's, as PEFT loads it."""
-    adapter = matching.assignment.adapter
-    config = adapter.config or _quiet_config(adapter.metadata, matching.assignment.component.name)
+    adapter, in_metadata = matching.assignment.adapter, _metadata_configs(matching)
     used = [hit for hit in matching.hits if hit.alpha and hit.alpha.source in ("adapter_config", "metadata")]
-    if config and config.by_default and used:
+    configs = (adapter.config or in_metadata(hit) for hit in used)
+    if any(config and config.by_default for config in configs):
         text = f"{adapter.name}: its configuration gives no alpha, so PEFT's default counts: {PEFT_ALPHA:g}"
         yield Notice("default_alpha", text, {"lora": adapter.name, "alpha": PEFT_ALPHA})
 
@@ -407,19 +407,17 @@ def _stems(base_key: str) -> tuple[str, str]:
 
 def _metadata_notices(matching: Matching) -> Iterator[Notice]:
     """Alpha tensors win over metadata; the user hears of it when the two disagree."""
-    adapter = matching.assignment.adapter
-    config = _quiet_config(adapter.metadata, matching.assignment.component.name)
-    odd = {
-        hit.alpha.value
-        for hit in matching.hits
-        if config and hit.alpha and hit.alpha.source in ("tensor", "rs_lora")
-        if not _agrees(config, hit, conv=has_kernel(hit.shape))
-    }
-    if config is not None and odd:
-        values = ", ".join(f"{alpha:g}" for alpha in sorted(odd))
-        said = f"its metadata says alpha {config.lora_alpha:g}, its tensors say {values}"
-        text = f"{adapter.name}: {said}; the tensors count"
-        yield Notice("metadata_disagrees", text, {"lora": adapter.name, "metadata": config.lora_alpha})
+    name, in_metadata = matching.assignment.adapter.name, _metadata_configs(matching)
+    stored = [hit for hit in matching.hits if hit.alpha and hit.alpha.source in ("tensor", "rs_lora")]
+    odd: dict[float, set[float]] = {}
+    for hit in stored:
+        config = in_metadata(hit)
+        if config and hit.alpha and not _agrees(config, hit, conv=has_kernel(hit.shape)):
+            odd.setdefault(config.lora_alpha, set()).add(hit.alpha.value)
+    for said, alphas in odd.items():
+        values = ", ".join(f"{alpha:g}" for alpha in sorted(alphas))
+        text = f"{name}: its metadata says alpha {said:g}, its tensors say {values}; the tensors count"
+        yield Notice("metadata_disagrees", text, {"lora": name, "metadata": said})
 
 
 def _agrees(config: AdapterConfig, hit: Hit, *, conv: bool) -> bool:
@@ -427,6 +425,13 @@ def _agrees(config: AdapterConfig, hit: Hit, *, conv: bool) -> bool:
     alpha = config.alpha_of(plain_name(hit.module.name), conv=conv)
     wanted = alpha / config.divisor(hit.rank) if hit.rank else hit.ratio
     return math.isclose(hit.ratio, wanted, rel_tol=SAME_ALPHA)
+
+
+def _metadata_configs(matching: Matching) -> Callable[[Hit], AdapterConfig | None]:
+    """The metadata's configuration of the component, or the text encoder in its file, that a hit is on."""
+    metadata, component = matching.assignment.adapter.metadata, matching.assignment.component.name
+    read = cache(lambda part: _quiet_config(metadata, part))
+    return lambda hit: read(_part_of(matching, hit) or component)
 
 
 def _quiet_config(metadata: Mapping[str, str], component: str) -> AdapterConfig | None:

@@ -293,6 +293,25 @@ def test_each_part_has_the_alpha_that_the_metadata_gives_it(tmp_path: Path) -> N
     assert verify(tmp_path / "out", base=file, loras=[lora]).ok
 
 
+@pytest.mark.parametrize(("said", "warnings"), [(2, []), (6, ["says alpha 6, its tensors say 2"])])
+def test_the_alphas_of_each_part_are_held_against_its_own_metadata(
+    tmp_path: Path, said: int, warnings: list[str]
+) -> None:
+    file, _ = sdxl(tmp_path)
+    stored: Tensors = {}
+    for alpha, part in ((4, "text_encoder"), (2, "text_encoder_2")):
+        key = f"{part}.text_model.encoder.layers.0.mlp.fc1"
+        stored |= {**pair_of(key, HIDDEN), f"{key}.alpha": torch.tensor(float(alpha))}
+    document = {"text_encoder.lora_alpha": 4, "text_encoder.r": 2}
+    document |= {"text_encoder_2.lora_alpha": said, "text_encoder_2.r": 2}
+    metadata = {"lora_adapter_metadata": json.dumps(document)}
+    lora = save(tmp_path / "x.safetensors", stored, metadata)
+    built = merge(file, [lora], tmp_path / "out")
+    texts = [notice.message for notice in built.notices if notice.code == "metadata_disagrees"]
+    assert len(texts) == len(warnings)
+    assert all(wanted in text for wanted, text in zip(warnings, texts, strict=True))
+
+
 def test_a_name_for_any_encoder_given_for_one(tmp_path: Path) -> None:
     file, base = sdxl(tmp_path)
     key = "lora_te_text_model_encoder_layers_1_mlp_fc1"

@@ -142,9 +142,9 @@ def read(folder: Path, fingerprint: str) -> dict[str, Entry]:
     return {entry.path: entry for entry in entries if entry is not None and claims.is_inside(entry.path)}
 
 
-def has_finished(folder: Path, fingerprint: str | None = None) -> bool:
-    """Whether the journal of ``folder`` lists a finished shard, of this plan or of whichever."""
-    return bool(read(folder, fingerprint)) if fingerprint else len(claims.journal_lines(folder)) > 1
+def has_finished(folder: Path) -> bool:
+    """Whether the journal of ``folder`` lists a finished shard, of whichever plan and version."""
+    return len(claims.journal_lines(folder)) > 1
 
 
 def reusable(entry: Entry, file: Path, base_file: Path) -> bool:
