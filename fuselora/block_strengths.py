@@ -9,9 +9,10 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from fuselora.errors import Fault
-from fuselora.lora.grammar import Spelling, spellings
+from fuselora.lora.grammar import Spelling, glob_of, spellings
 from fuselora.match import Hit, Matching, Skip, plain_name
 from fuselora.name_table import flatten
+from fuselora.targets import named_component
 
 if TYPE_CHECKING:
     from fuselora.specs import BlockSpec
@@ -45,22 +46,30 @@ def unused_blocks(matchings: Sequence[Matching], blocks: Sequence[BlockSpec]) ->
     for block in blocks:
         hits = [hit for m in matchings if blocks_for(m.assignment.component.name, [block]) for hit in m.hits]
         if (hits or block.component) and not any(_means(block.glob, hit) for hit in hits):
-            inside = any(m.assignment.component.encoders_inside(block.component) for m in matchings)
-            yield _unused(block, hits, inside=inside)
+            encoder = [hit for matching in matchings for hit in _of_encoder(block, matching)]
+            yield _unused(block, hits, encoder)
 
 
-def _unused(block: BlockSpec, hits: Sequence[Hit], *, inside: bool) -> Fault:
+def _of_encoder(block: BlockSpec, matching: Matching) -> list[Hit]:
+    """The hits on the text encoder inside the component's file that a block names, with = or in its glob."""
+    inside = matching.assignment.component.encoders_inside
+    asked = inside(block.component or named_component(block.glob))
+    return [h for h in matching.hits if any(one in asked for one in inside(named_component(h.module.name)))]
+
+
+def _unused(block: BlockSpec, hits: Sequence[Hit], encoder: Sequence[Hit]) -> Fault:
+    text = f"--blocks {block.glob} means no module" + (f" of {block.component}" if block.component else "")
     if not hits:
         text = f"--blocks {block.component}={block.glob}: no LoRA is for {block.component}"
         hint = "Name a component of the base that a LoRA was given for."
-        if inside:
-            hint = "It lies in another's file: name its modules, as in lora_te1_* or text_encoder.*"
-        return Fault("unused_blocks", text, hint=hint)
-    where = f" of {block.component}" if block.component else ""
-    hint = f"There are modules like {plain_name(hits[0].module.name)}, in the base {hits[0].base_key}."
-    if meant := _ending_in(block.glob, hits):
+    elif meant := _ending_in(block.glob, hits):
         hint = f"A glob is for whole names: *{block.glob} would mean {' and '.join(meant)}."
-    return Fault("unused_blocks", f"--blocks {block.glob} means no module{where}", hint=hint)
+    else:
+        hint = f"There are modules like {plain_name(hits[0].module.name)}, in the base {hits[0].base_key}."
+    if encoder:
+        names = [hit.module.name for hit in encoder]
+        hint = f"Its modules lie in another component's file: name them as the LoRA does, {glob_of(names)}"
+    return Fault("unused_blocks", text, hint=hint)
 
 
 def _ending_in(glob: str, hits: Sequence[Hit]) -> list[str]:

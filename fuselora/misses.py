@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 from fuselora.digest import read_range
 from fuselora.errors import Fault
 from fuselora.kinds.kind import ALPHAS, MAGNITUDES
+from fuselora.lora.grammar import glob_of
 from fuselora.made_for import made_for, other_family
 from fuselora.match import OTHER_SIZE, Matching, Skip, Unmatched, module_glob
 from fuselora.reading import reading
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 ZERO_VALUED = "all values are zero"
 ALLOWED = "allowed to stay unmatched"
+OTHER_ARCHITECTURE = "it was made for another architecture"
 
 
 def with_misses_settled(matching: Matching, request: Request) -> Matching:
@@ -75,8 +76,9 @@ def _nothing_matched(matching: Matching, n_modules: int, meant: str) -> Fault:
     component, adapter = matching.assignment.component, matching.assignment.adapter
     lora_key = adapter.tensors[0].name
     base_key = next(iter(component.tensors()), "nothing")
-    likely = {miss.likely or "it was made for another architecture" for miss in matching.unmatched}
-    why = likely.pop() if len(likely) == 1 else "it was made for another architecture"
+    likely = {miss.likely or OTHER_ARCHITECTURE for miss in matching.unmatched}
+    reasons = likely or {skip.reason for skip in matching.skipped}
+    why = reasons.pop() if len(reasons) == 1 else OTHER_ARCHITECTURE
     text = f"0 of {n_modules} modules match {component.name}: {why}"
     samples = f"The LoRA has keys like {lora_key}; the base has keys like {base_key}."
     if component.is_text_encoder:
@@ -110,15 +112,8 @@ def _leave_out(matching: Matching, absent: Sequence[str]) -> str:
     halves = [[name for name in names if named_component(name) == encoder] for encoder in absent]
     if sum(map(len, halves)) < len(names):
         return "Name the modules that may stay unapplied with --allow-unmatched GLOB."
-    globs = (f"--allow-unmatched '{half[0] if len(half) == 1 else _beginning(half)}'" for half in halves)
+    globs = (f"--allow-unmatched '{glob_of(half)}'" for half in halves)
     return f"To leave that out: {' '.join(globs)}"
-
-
-def _beginning(names: Sequence[str]) -> str:
-    """What all names begin with, up to the end of a word, as a glob."""
-    first, last = min(names), max(names)
-    same = next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
-    return re.sub(r"(?<=[._])[^._]*$", "", first[:same]) + "*"
 
 
 def is_zero(adapter: Adapter, module: Module) -> bool:

@@ -273,6 +273,22 @@ def test_the_same_layer_of_both_encoders_at_other_scales(tmp_path: Path) -> None
     assert verify(tmp_path / "out", base=file, loras=[lora]).ok
 
 
+@pytest.mark.parametrize("glob", ["text_encoder_2=*", "text_encoder_2.*", "text_encoder_2.text_model.*"])
+def test_a_glob_for_an_encoder_in_the_file_says_how_its_modules_are_named(tmp_path: Path, glob: str) -> None:
+    file, base = sdxl(tmp_path)
+    keys = [f"lora_te{n}_text_model_encoder_layers_{layer}_mlp_fc1" for n in (1, 2) for layer in (0, 1)]
+    stored = {name: t for key in keys for name, t in pair_of(key, HIDDEN).items()}
+    lora = save(tmp_path / "x.safetensors", stored)
+    with pytest.raises(Refused) as caught:
+        merge(file, [lora], tmp_path / "out", blocks=[f"{glob}=0"])
+    proposed = (caught.value.hint or "").rpartition(" ")[2]
+    assert proposed == "lora_te2_text_model_encoder_layers_*"
+    merge(file, [lora], tmp_path / "out", blocks=[f"{proposed}=0"])
+    fused = read_folder(tmp_path / "out")
+    changed = {name for name in base if not torch.equal(fused[name], base[name])}
+    assert changed == {f"{SDXL_CLIP}{LAYER.format(n)}.mlp.fc1.weight" for n in (0, 1)}
+
+
 def test_each_part_has_the_alpha_that_the_metadata_gives_it(tmp_path: Path) -> None:
     """As diffusers saves a LoRA of several models."""
     file, base = sdxl(tmp_path)
