@@ -332,7 +332,8 @@ class CheckpointDescription:
 
     ``named_expert`` is what the file's or folder's name says, a hint. ``families``: all that it can be of, by
     its names and shapes, ``family`` the one that its layout is told by. ``layout_told_by``: what did,
-    where two layouts have its names for other rows.
+    where two layouts have its names for other rows. ``text_encoders``: those in folders of their own, by
+    name; a LoRA for one is given with that name.
     """
 
     path: Path
@@ -350,6 +351,7 @@ class CheckpointDescription:
     fused: Fused | None
     families: tuple[str, ...] = ()
     layout_told_by: str | None = None
+    text_encoders: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -372,6 +374,7 @@ class CheckpointDescription:
             "variant": self.variant,
             "expert": {"name": [self.named_expert] if self.named_expert else []},
             "components": [component.document() for component in self.components],
+            "text_encoders": list(self.text_encoders),
             "shard": list(self.shard) if self.shard else None,
             "fused": self.fused.document() if self.fused else None,
         }
@@ -380,6 +383,7 @@ class CheckpointDescription:
         return (
             *self._model_rows(),
             *self._component_rows(),
+            *([("text encoders", ", ".join(self.text_encoders))] if self.text_encoders else []),
             *(self.fused.rows() if self.fused else ()),
         )
 

@@ -14,6 +14,7 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from fuselora.check.folder import check
 from fuselora.checkpoint import open_checkpoint
+from fuselora.describe import describe
 from fuselora.errors import AlreadyFused, Refused
 from fuselora.header import read_header
 from fuselora.lora.config import config_of_metadata
@@ -674,3 +675,12 @@ def test_an_encoder_that_transformers_does_not_know_is_said(tmp_path: Path) -> N
     merge(base, [lora_of(tmp_path, f"lora_te1_{flat(FC1)}")], out)
     said = [f.message for f in verify(out, load=True).findings if f.file == "text_encoder/config.json"]
     assert len(said) == 1 and "'Nothing'" in said[0]
+
+
+def test_inspect_lists_what_a_lora_can_be_given_for(tmp_path: Path) -> None:
+    """By folders alone: an encoder that cannot be read is in nobody's way."""
+    root = sd3_base(tmp_path / "base")
+    (root / "text_encoder_3" / "config.json").write_text("{")
+    found = describe(root)
+    assert found.document()["text_encoders"] == ["text_encoder", "text_encoder_2", "text_encoder_3"]
+    assert ("text encoders", "text_encoder, text_encoder_2, text_encoder_3") in found.rows()
