@@ -20,7 +20,7 @@ from fuselora.lora.adapter import component_of, open_adapter
 from fuselora.lora.config import config_of_metadata
 from fuselora.lora.grammar import parse_key, spellings, unfused_kind
 from fuselora.lora.sampling import sampling_of
-from fuselora.lora.scale import BadAlpha, resolve_alpha
+from fuselora.lora.scale import BadNumber, resolve_alpha
 from fuselora.made_for import Names, candidates, delta_shape, models_named, names_for, unread_keys
 from fuselora.match import plain_name
 from fuselora.reading import named_path
@@ -142,7 +142,7 @@ def _scales(adapter: Adapter) -> tuple[tuple[Scale, ...], tuple[Fault, ...]]:
             continue  # its fault says why
         try:
             groups[_alpha(adapter, module, rank), rank] += 1
-        except BadAlpha as error:
+        except BadNumber as error:
             text = f"the file's metadata: {error}"
             return (), (Fault("alpha", text, path=adapter.name, key="__metadata__"),)
     found = [

@@ -20,7 +20,7 @@ from fuselora.lora.config import PEFT_ALPHA, SAME_ALPHA, AdapterConfig, config_o
 from fuselora.lora.config_faults import REPAIR
 from fuselora.lora.grammar import spellings
 from fuselora.lora.sampling import sampling_of
-from fuselora.lora.scale import BadAlpha, resolve_alpha
+from fuselora.lora.scale import BadNumber, resolve_alpha
 from fuselora.made_for import made_for, other_family
 from fuselora.match import FUSABLE, OTHER_SIZE, Hit, Matching, plain_name
 from fuselora.misses import miss_faults, with_misses_settled
@@ -215,7 +215,7 @@ def _with_alphas(matching: Matching, options: Sequence[AlphaSpec]) -> tuple[Matc
                 metadata=partial(metadata, _part_of(matching, hit) or component),
                 conv=conv,
             )
-        except BadAlpha as error:
+        except BadNumber as error:
             text = f"the file's metadata: {error}"
             return matching, [Fault("alpha", text, path=adapter.name, key="__metadata__")]
         hits.append(replace(hit, alpha=alpha))
@@ -437,7 +437,7 @@ def _metadata_configs(matching: Matching) -> Callable[[Hit], AdapterConfig | Non
 def _quiet_config(metadata: Mapping[str, str], component: str) -> AdapterConfig | None:
     try:
         return config_of_metadata(metadata, component)
-    except BadAlpha:
+    except BadNumber:
         return None
 
 

@@ -66,9 +66,8 @@ class Hit:
 
     @property
     def rank(self) -> int | None:
-        """What alpha is divided by; None where none counts."""
-        stated = round(self.alpha.divisor) if self.alpha else None
-        return self.own_rank or stated
+        """The factors', or the one stated where they have none; None where no alpha counts."""
+        return self.own_rank or (self.alpha.rank if self.alpha else None)
 
     @property
     def of_parameter(self) -> bool:

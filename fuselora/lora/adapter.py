@@ -26,7 +26,7 @@ from fuselora.lora.config import (
 )
 from fuselora.lora.config_faults import Stated, config_faults, network_faults, type_fault
 from fuselora.lora.grammar import MODIFIERS, ParsedKey, is_lora_key, parse_key, spellings, unfused_kind
-from fuselora.lora.scale import BadAlpha, StoredAlpha, read_alpha, read_sizes
+from fuselora.lora.scale import BadNumber, StoredAlpha, read_number, read_sizes
 from fuselora.lora.training import trained_on
 from fuselora.reading import reading
 from fuselora.shards import SHARD_NUMBER, open_files
@@ -36,10 +36,8 @@ if TYPE_CHECKING:
     from fuselora.resolve import LoraLocation
 
 # Parts of a few numbers, which are read along with the header.
-NUMBERS: Mapping[Part, Callable[[BinaryIO, Header, TensorInfo], tuple[float, ...]]] = {
-    "alpha": lambda stream, header, tensor: (read_alpha(stream, header, tensor),),
-    "alpha_scale": lambda stream, header, tensor: (read_alpha(stream, header, tensor),),
-    "on_input": lambda stream, header, tensor: (read_alpha(stream, header, tensor),),
+NUMBERS: Mapping[Part, Callable[[BinaryIO, Header, TensorInfo, str], tuple[float, ...]]] = {
+    **dict.fromkeys(("alpha", "alpha_scale", "on_input"), lambda *at: (read_number(*at),)),
     "reshape_weight": read_sizes,
 }
 ONE_ADAPTER = "Save one adapter per file; fuselora never picks one of several."
@@ -156,7 +154,7 @@ def open_adapter(location: LoraLocation) -> Adapter:
         stated = Stated(where, document, own, whole=location.config is not None)
         faults += config_faults(stated, location.name)
     faults += network_faults(metadata, modules, location.name)
-    config, config_fault = _config(location, documents)
+    config, config_fault = _config(location, documents, where)
     faults += [config_fault] if config_fault else []
     types = (type_fault(where, document, location.name) for document in documents.values())
     faults = [fault for fault in types if fault] or faults
@@ -335,8 +333,8 @@ class _Numbers:
             header = self.homes[tensor.name]
             try:
                 with reading(header.path):
-                    said[part] = NUMBERS[part](self._stream(header.path), header, tensor)
-            except BadAlpha as error:
+                    said[part] = NUMBERS[part](self._stream(header.path), header, tensor, part)
+            except BadNumber as error:
                 text = f"{tensor.name}: {error}"
                 faults.append(_fault(self.location, "alpha", tensor.name, text))
         return said, faults
@@ -375,8 +373,8 @@ def _documents(
         return location.config.name, {"": read_json(location.config)}, []
     try:
         return "lora_adapter_metadata", peft_configs(metadata), []
-    except BadAlpha as error:
-        return "", {}, [_fault(location, "alpha", "lora_alpha", str(error))]
+    except BadNumber as error:
+        return "", {}, [_fault(location, "alpha", error.name, str(error))]
 
 
 def _document_of(module: str, documents: Mapping[str, Document]) -> Document | None:
@@ -384,13 +382,13 @@ def _document_of(module: str, documents: Mapping[str, Document]) -> Document | N
 
 
 def _config(
-    location: LoraLocation, documents: Mapping[str, Document]
+    location: LoraLocation, documents: Mapping[str, Document], where: str
 ) -> tuple[AdapterConfig | None, Fault | None]:
     """An adapter folder's rules of scale. Those in a header count later, as metadata."""
     try:
         found = [config_of(document) for document in documents.values()]
-    except BadAlpha as error:
-        return None, _fault(location, "alpha", "lora_alpha", str(error))
+    except BadNumber as error:
+        return None, _fault(location, "alpha", error.name, f"{where}: {error}")
     return (found[0] if location.config is not None else None), None
 
 

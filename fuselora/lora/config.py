@@ -7,13 +7,13 @@ PEFT's patterns and rsLoRA (alpha / sqrt(rank)) follow its ``LoraConfig``, the `
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from fuselora.bounded_regex import BadPattern, tail_of
 from fuselora.escape import short
 from fuselora.jsonfile import object_in
-from fuselora.lora.scale import BadAlpha, finite
+from fuselora.lora.scale import BadNumber, finite
 from fuselora.text_encoders import TEXT_ENCODERS
 
 METADATA_KEYS = ("transformer.lora_alpha", "lora_alpha", "alpha", "ss_network_alpha")
@@ -66,7 +66,7 @@ class AdapterConfig:
 def config_of(document: Document) -> AdapterConfig | None:
     """The scale rules of an ``adapter_config.json``; None where it is not PEFT's, or without alpha.
 
-    One that is not said is PEFT's default; ``null`` is no number to PEFT either. Raises ``BadAlpha``.
+    One that is not said is PEFT's default; ``null`` is no number to PEFT either. Raises ``BadNumber``.
     """
     kind = peft_type(document)
     if kind not in RANKED_TYPES:
@@ -77,11 +77,11 @@ def config_of(document: Document) -> AdapterConfig | None:
     # PEFT divides by r whatever a LoKr's factors are, so that one has to say it
     ranked = kind == "LOKR" or document.get("r") is not None
     return AdapterConfig(
-        lora_alpha=finite(document.get(key, PEFT_ALPHA)),  # type: ignore[arg-type]
-        use_rslora=document.get("use_rslora") is True,
+        lora_alpha=finite(document.get(key, PEFT_ALPHA), key),
+        use_rslora=kind == "LORA" and document.get("use_rslora") is True,
         alpha_pattern=_pattern(document, "alpha_pattern"),
-        stated_rank=_rank(document.get("r")) if ranked else None,
-        rank_pattern={k: _rank(v) for k, v in _pattern(document, "rank_pattern").items()} if ranked else {},
+        stated_rank=_rank(document.get("r"), "r") if ranked else None,
+        rank_pattern=_pattern(document, "rank_pattern", _rank) if ranked else {},
         by_default=key not in document,
     )
 
@@ -95,14 +95,14 @@ def peft_type(document: Document) -> str:
 def peft_configs(metadata: Mapping[str, str]) -> Mapping[str, Document]:
     """Each ``LoraConfig`` that diffusers keeps in a file's metadata, by component, "" for one of none.
 
-    Raises ``BadAlpha`` when it is there but is no JSON object.
+    Raises ``BadNumber`` when it is there but is no JSON object.
     """
     text = metadata.get("lora_adapter_metadata")
     if text is None:
         return {}
     document = object_in(text)
     if document is None:
-        raise BadAlpha("lora_adapter_metadata is not a JSON object")
+        raise BadNumber("lora_adapter_metadata is not a JSON object", "lora_adapter_metadata")
     return {
         prefix.removesuffix("."): {k[len(prefix) :]: v for k, v in document.items() if k.startswith(prefix)}
         for prefix in CONFIG_PREFIXES
@@ -122,7 +122,7 @@ def document_for(component: str, documents: Mapping[str, Document]) -> Document 
 def config_of_metadata(metadata: Mapping[str, str], component: str = "") -> AdapterConfig | None:
     """The scale rules for ``component`` in a file's ``__metadata__``; None when it gives no alpha.
 
-    Raises ``BadAlpha``.
+    Raises ``BadNumber``.
     """
     document = document_for(component, peft_configs(metadata))
     if document is not None:
@@ -130,7 +130,7 @@ def config_of_metadata(metadata: Mapping[str, str], component: str = "") -> Adap
     key = next((key for key in _alpha_keys(component) if said(metadata.get(key))), None)
     if key is None:
         return None
-    alpha = finite(metadata[key])
+    alpha = finite(metadata[key], key)
     if key != "ss_network_alpha":
         return AdapterConfig(alpha)
     network = network_of(metadata)
@@ -170,20 +170,20 @@ class Network:
         return self.args.get(switch, "").lower() in ("true", "1", "yes", "on")
 
     def conv_alpha(self, alpha: float) -> float:
-        """Of convolutions with a kernel, where all else has ``alpha``. Raises ``BadAlpha``."""
+        """Of convolutions with a kernel, where all else has ``alpha``. Raises ``BadNumber``."""
         own = self.args.get("conv_alpha")
         if said(own) and own is not None:
-            found = finite(own)
+            found = finite(own, "conv_alpha")
             return alpha if self.is_lycoris and not found else found
         return 1.0 if said(self.args.get("conv_dim")) and not self.is_lycoris else alpha
 
 
 def network_of(metadata: Mapping[str, str]) -> Network:
-    """Of a file's ``__metadata__``. Raises ``BadAlpha`` for arguments that are no JSON object."""
+    """Of a file's ``__metadata__``. Raises ``BadNumber`` for arguments that are no JSON object."""
     text = metadata.get("ss_network_args")
     args = object_in(text) if text is not None and said(text) and text != "null" else {}
     if args is None:
-        raise BadAlpha("ss_network_args is not a JSON object")
+        raise BadNumber("ss_network_args is not a JSON object", "ss_network_args")
     texts = {name: str(value) for name, value in args.items() if value is not None}
     return Network(metadata.get("ss_network_module", ""), texts)
 
@@ -202,16 +202,16 @@ def divides_by_root(metadata: Mapping[str, str], alpha: float, rank: int, *, con
             return False
         trained = finite(given)
         trained = network.conv_alpha(trained) if conv else trained
-    except BadAlpha:
+    except BadNumber:
         return False
     # 0 means the rank to LyCORIS
     return math.isclose(alpha, trained or rank, rel_tol=SAME_ALPHA)
 
 
-def _rank(value: object) -> int:
-    rank = finite(value)  # type: ignore[arg-type]
+def _rank(value: object, name: str) -> int:
+    rank = finite(value, name)
     if rank < 1 or rank != int(rank):
-        raise BadAlpha(f"the rank {short(value)} is no whole number above 0")
+        raise BadNumber(f"{name} {short(value)} is no whole number above 0", name)
     return int(rank)
 
 
@@ -220,14 +220,16 @@ def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> f
     return next((v for pattern, v in patterns.items() if tail_of(pattern)(module)), default)
 
 
-def _pattern(document: Document, name: str) -> Mapping[str, float]:
+def _pattern(
+    document: Document, name: str, read: Callable[[object, str], float] = finite
+) -> Mapping[str, float]:
     """PEFT reads each key as a regular expression."""
     value = document.get(name)
     found = {}
-    for pattern, alpha in value.items() if isinstance(value, dict) else ():
+    for pattern, number in value.items() if isinstance(value, dict) else ():
         try:
             tail_of(pattern)
         except BadPattern as error:
-            raise BadAlpha(f"{name} has the key {short(pattern)}, {error}") from None
-        found[pattern] = finite(alpha)
+            raise BadNumber(f"{name} has the key {short(pattern)}, {error}", name) from None
+        found[pattern] = read(number, name)
     return found

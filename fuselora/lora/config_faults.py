@@ -17,7 +17,7 @@ from fuselora.kinds.replacement import FULL_PARTS
 from fuselora.kinds.settings import owner
 from fuselora.lora.config import Document, config_of, network_of, peft_type
 from fuselora.lora.grammar import spellings
-from fuselora.lora.scale import BadAlpha
+from fuselora.lora.scale import BadNumber
 from fuselora.plural import many
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def _ranks(stated: Stated) -> Iterator[Row]:
     """Each module's rank is r, or that of the first pattern that fits it."""
     try:
         config = config_of(stated.document)
-    except BadAlpha:
+    except BadNumber:
         return  # a fault of its own
     for module in stated.modules if config else ():
         rank, said = module.rank, config.rank_of(_plain(module)) if config else None
@@ -224,7 +224,7 @@ def network_faults(metadata: Mapping[str, str], modules: Sequence[Module], path:
     """What kohya's trainers say of a network that LyCORIS made, against its tensors."""
     try:
         network = network_of(metadata)
-    except BadAlpha:
+    except BadNumber:
         return  # who needs the arguments says so
     decomposed = [m for m in modules if any(k.name in ("pair", "loha", "lokr") for k in m.kinds)]
     plain = all(MAGNITUDES.isdisjoint(module.parts) for module in decomposed)

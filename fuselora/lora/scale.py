@@ -28,17 +28,25 @@ TRUNCATED: Mapping[str, str] = {"BF16": "<f", "F8_E5M2": "<e"}
 MAX_DIMENSIONS = 8
 
 
-class BadAlpha(ValueError):
-    """An alpha that is not one finite number; the text says why."""
+class BadNumber(ValueError):
+    """What gives a scale or a size, and is not one finite number; the text says why. ``name`` is whose."""
+
+    def __init__(self, message: str, name: str) -> None:
+        super().__init__(message)
+        self.name = name
 
 
 @dataclass(frozen=True, slots=True)
 class Alpha:
-    """``value`` as stored; ``source`` says where it stood; ``divisor`` is rank, sqrt(rank) or 1."""
+    """``value`` as stored; ``source`` says where it stood; ``divisor`` is rank, sqrt(rank) or 1.
+
+    ``rank`` is that of the factors, or the one stated where they have none; 1 of a finished factor.
+    """
 
     value: float
     source: AlphaSource
     divisor: float
+    rank: int
 
     @property
     def ratio(self) -> float:
@@ -55,40 +63,40 @@ class StoredAlpha:
 
     def over(self, rank: int) -> Alpha:
         if self.finished:
-            return Alpha(self.value, "alpha_scale", 1)
+            return Alpha(self.value, "alpha_scale", 1, 1)
         if self.by_root:
-            return Alpha(self.value, "rs_lora", math.sqrt(rank))
-        return Alpha(self.value, "tensor", rank)
+            return Alpha(self.value, "rs_lora", math.sqrt(rank), rank)
+        return Alpha(self.value, "tensor", rank, rank)
 
 
-def read_alpha(stream: BinaryIO, header: Header, tensor: TensorInfo) -> float:
-    """The number in an alpha tensor of any numeric dtype and of one element. Raises ``BadAlpha``."""
+def read_number(stream: BinaryIO, header: Header, tensor: TensorInfo, name: str = "alpha") -> float:
+    """The number in a tensor of any numeric dtype and of one element. Raises ``BadNumber``."""
     if tensor.n_elements != 1:
-        raise BadAlpha(f"alpha is not one number but has shape {list(tensor.shape)}")
+        raise BadNumber(f"{name} is not one number but has shape {list(tensor.shape)}", name)
     stream.seek(header.data_start + tensor.start)
-    return finite(_scalar(stream.read(tensor.n_bytes), tensor.dtype))
+    return finite(_scalar(stream.read(tensor.n_bytes), tensor.dtype, name), name)
 
 
-def read_sizes(stream: BinaryIO, header: Header, tensor: TensorInfo) -> tuple[int, ...]:
-    """The numbers in a tensor that holds a shape, of any numeric dtype. Raises ``BadAlpha``."""
+def read_sizes(stream: BinaryIO, header: Header, tensor: TensorInfo, name: str) -> tuple[int, ...]:
+    """The numbers in a tensor that holds a shape, of any numeric dtype. Raises ``BadNumber``."""
     if len(tensor.shape) != 1 or not 0 < tensor.n_elements <= MAX_DIMENSIONS:
-        raise BadAlpha(f"is no list of sizes but has shape {list(tensor.shape)}")
+        raise BadNumber(f"{name} is no list of sizes but has shape {list(tensor.shape)}", name)
     stream.seek(header.data_start + tensor.start)
     raw, width = stream.read(tensor.n_bytes), tensor.n_bytes // tensor.n_elements
-    found = [_scalar(raw[at : at + width], tensor.dtype) for at in range(0, tensor.n_bytes, width)]
-    return tuple(int(finite(size)) for size in found)
+    found = [_scalar(raw[at : at + width], tensor.dtype, name) for at in range(0, tensor.n_bytes, width)]
+    return tuple(int(finite(size, name)) for size in found)
 
 
-def finite(value: float | str) -> float:
-    """``value`` as a finite float. Raises ``BadAlpha``."""
+def finite(value: object, name: str = "alpha") -> float:
+    """``value``, a number or the text of one, as a finite float. Raises ``BadNumber``."""
     try:
-        number = float(value)
+        number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        raise BadAlpha(f"alpha {short(value)} is not a number") from None
+        raise BadNumber(f"{name} {short(value)} is not a number", name) from None
     except OverflowError:
-        raise BadAlpha("alpha is a number too large for a float") from None
+        raise BadNumber(f"{name} is a number too large for a float", name) from None
     if not math.isfinite(number):
-        raise BadAlpha(f"alpha is {number}, not a finite number")
+        raise BadNumber(f"{name} is {number}, not a finite number", name)
     return number
 
 
@@ -104,27 +112,27 @@ def resolve_alpha(
 ) -> Alpha:
     """The alpha of one module by the order of sources; ``conv``: of a convolution with a kernel.
 
-    Raises ``BadAlpha`` from ``metadata``.
+    Raises ``BadNumber`` from ``metadata``.
     """
     if stored is not None:
         return stored.over(rank)
     if option is not None:
-        return Alpha(option, "option", rank)
+        return Alpha(option, "option", rank, rank)
     if config is not None:
-        return Alpha(config.alpha_of(module, conv=conv), "adapter_config", config.divisor(rank))
+        return Alpha(config.alpha_of(module, conv=conv), "adapter_config", config.divisor(rank), rank)
     if (found := metadata()) is not None:
-        return Alpha(found.alpha_of(module, conv=conv), "metadata", found.divisor(rank))
-    return Alpha(rank, "rank", rank)
+        return Alpha(found.alpha_of(module, conv=conv), "metadata", found.divisor(rank), rank)
+    return Alpha(rank, "rank", rank, rank)
 
 
-def _scalar(raw: bytes, dtype: str) -> float:
+def _scalar(raw: bytes, dtype: str, name: str) -> float:
     if dtype in TRUNCATED:
         code = TRUNCATED[dtype]
         return float(struct.unpack(code, raw.rjust(struct.calcsize(code), b"\0"))[0])
     if dtype == "F8_E4M3":
         return _float8_e4m3(raw[0])
     if dtype not in SCALAR_FORMATS:
-        raise BadAlpha(f"alpha has the dtype {dtype}, which holds no number")
+        raise BadNumber(f"{name} has the dtype {dtype}, which holds no number", name)
     return float(struct.unpack(SCALAR_FORMATS[dtype], raw)[0])
 
 

@@ -212,7 +212,7 @@ def test_all_faults_are_found_at_once(tmp_path: Path) -> None:
     assert {kind for kind, _ in said(adapter)} == {
         "half_pair", "ambiguous", "unsupported", "unknown_key", "alpha",
     }  # fmt: skip
-    assert ("alpha", "lora_alpha") in said(adapter)
+    assert ("alpha", "lora_adapter_metadata") in said(adapter)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -254,6 +254,23 @@ def test_the_header_may_hold_a_config_for_each_expert(tmp_path: Path) -> None:
 def test_a_config_without_a_usable_alpha(tmp_path: Path, alpha: object) -> None:
     adapter = with_config(tmp_path, lora_alpha=alpha)
     assert said(adapter) == [("alpha", "lora_alpha")]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "what"),
+    [
+        ("r", "abc", "r 'abc' is not a number"),
+        ("r", 1.5, "r 1.5 is no whole number above 0"),
+        ("rank_pattern", {"q": 0}, "rank_pattern 0 is no whole number above 0"),
+        ("alpha_pattern", {"q": "much"}, "alpha_pattern 'much' is not a number"),
+    ],
+)
+def test_a_number_that_is_none_is_named_with_its_file(
+    tmp_path: Path, name: str, value: object, what: str
+) -> None:
+    adapter = with_config(tmp_path, **{name: value})
+    assert said(adapter) == [("alpha", name)]
+    assert adapter.faults[0].message == f"adapter_config.json: {what}"
 
 
 def test_a_config_that_is_not_json(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from fuselora.lora.config import (
     network_of,
     peft_configs,
 )
-from fuselora.lora.scale import BadAlpha
+from fuselora.lora.scale import BadNumber
 
 # adapter_config.json
 
@@ -36,7 +36,7 @@ def test_what_is_no_config_of_peft_gives_no_rule() -> None:
 
 
 def test_an_alpha_of_null_is_no_number() -> None:
-    with pytest.raises(BadAlpha, match="None is not a number"):
+    with pytest.raises(BadNumber, match="None is not a number"):
         config_of({"r": 8, "lora_alpha": None})
 
 
@@ -58,7 +58,7 @@ def test_a_config() -> None:
     ],
 )
 def test_a_bad_config(document: dict[str, object]) -> None:
-    with pytest.raises(BadAlpha):
+    with pytest.raises(BadNumber):
         config_of(document)
 
 
@@ -102,7 +102,7 @@ def test_none_as_kohya_writes_it_is_no_alpha() -> None:
 
 @pytest.mark.parametrize("text", ["abc", "nan", "inf", "", "none"])
 def test_a_bad_plain_key(text: str) -> None:
-    with pytest.raises(BadAlpha):
+    with pytest.raises(BadNumber):
         config_of_metadata({"alpha": text})
 
 
@@ -134,7 +134,7 @@ def test_a_config_for_another_component_without_alpha_leaves_the_plain_keys() ->
 
 @pytest.mark.parametrize("text", ["{", "", "[]", "3", "null", "[" * 100_000])
 def test_a_config_in_the_header_that_is_no_object(text: str) -> None:
-    with pytest.raises(BadAlpha, match="lora_adapter_metadata is not a JSON object"):
+    with pytest.raises(BadNumber, match="lora_adapter_metadata is not a JSON object"):
         config_of_metadata({"lora_adapter_metadata": text})
 
 
@@ -171,7 +171,7 @@ def test_factors_that_show_their_rank_need_none_stated(kind: str) -> None:
 
 @pytest.mark.parametrize("rank", [0, -1, 1.5, "x", None])
 def test_a_stated_rank_is_a_whole_number(rank: object) -> None:
-    with pytest.raises(BadAlpha):
+    with pytest.raises(BadNumber):
         config_of({"peft_type": "LOKR", "r": rank, "alpha": 4})
 
 
@@ -210,13 +210,13 @@ def test_convolutions_have_their_own_alpha(metadata: dict[str, str], linear: flo
 
 @pytest.mark.parametrize("text", ["{", "[]", "3", '"x"'])
 def test_arguments_that_are_no_object(text: str) -> None:
-    with pytest.raises(BadAlpha, match="ss_network_args is not a JSON object"):
+    with pytest.raises(BadNumber, match="ss_network_args is not a JSON object"):
         config_of_metadata({"ss_network_alpha": "8", "ss_network_args": text})
 
 
 @pytest.mark.parametrize("alpha", ["two", "nan", ""])
 def test_an_alpha_of_convolutions_that_is_no_number(alpha: str) -> None:
-    with pytest.raises(BadAlpha):
+    with pytest.raises(BadNumber):
         config_of_metadata(kohya(conv_dim="4", conv_alpha=alpha))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from fuselora.header import TensorInfo, encode_header, read_header
 from fuselora.lora.config import AdapterConfig
-from fuselora.lora.scale import Alpha, BadAlpha, StoredAlpha, finite, read_alpha, resolve_alpha
+from fuselora.lora.scale import Alpha, BadNumber, StoredAlpha, finite, read_number, resolve_alpha
 
 # An alpha tensor
 
@@ -22,7 +22,7 @@ def alpha_in(folder: Path, dtype: str, raw: bytes, *shape: int) -> float:
     path.write_bytes(encode_header(tensors, {}) + bytes(4) + raw)
     header = read_header(path)
     with path.open("rb") as stream:
-        return read_alpha(stream, header, header.by_name()["q.alpha"])
+        return read_number(stream, header, header.by_name()["q.alpha"])
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_an_alpha_tensor_of_any_dtype(
     ],
 )
 def test_a_bad_alpha_tensor(tmp_path: Path, dtype: str, raw: bytes, shape: tuple[int, ...], why: str) -> None:
-    with pytest.raises(BadAlpha, match=why):
+    with pytest.raises(BadNumber, match=why):
         alpha_in(tmp_path, dtype, raw, *shape)
 
 
@@ -80,7 +80,7 @@ def test_finite(value: float | str, number: float) -> None:
 
 @pytest.mark.parametrize("value", ["", "abc", "8 ranks", "nan", "inf", "-Infinity", math.nan])
 def test_not_finite(value: float | str) -> None:
-    with pytest.raises(BadAlpha, match="alpha"):
+    with pytest.raises(BadNumber, match="alpha"):
         finite(value)
 
 
@@ -113,11 +113,11 @@ def resolved(
 
 
 def test_the_order_of_sources() -> None:
-    assert resolved(stored=True, option=True, config=True, metadata=True) == Alpha(1.0, "tensor", 16)
-    assert resolved(option=True, config=True, metadata=True) == Alpha(2.0, "option", 16)
-    assert resolved(config=True, metadata=True) == Alpha(3.0, "adapter_config", 4.0)
-    assert resolved(metadata=True) == Alpha(4.0, "metadata", 16)
-    assert resolved() == Alpha(16, "rank", 16)
+    assert resolved(stored=True, option=True, config=True, metadata=True) == Alpha(1.0, "tensor", 16, 16)
+    assert resolved(option=True, config=True, metadata=True) == Alpha(2.0, "option", 16, 16)
+    assert resolved(config=True, metadata=True) == Alpha(3.0, "adapter_config", 4.0, 16)
+    assert resolved(metadata=True) == Alpha(4.0, "metadata", 16, 16)
+    assert resolved() == Alpha(16, "rank", 16, 16)
 
 
 def test_metadata_is_not_read_for_a_module_that_needs_none() -> None:
@@ -154,18 +154,18 @@ def test_nothing_divides_a_finished_factor() -> None:
     config = AdapterConfig(8.0, use_rslora=True)
     stored = StoredAlpha(0.5, finished=True)
     found = resolve_alpha("q", 16, stored=stored, option=4.0, config=config, metadata=lambda: config)
-    assert found == Alpha(0.5, "alpha_scale", 1)
+    assert found == Alpha(0.5, "alpha_scale", 1, 1)
     assert found.ratio == 0.5
 
 
 def test_an_alpha_that_is_still_to_be_divided_by_the_root() -> None:
     stored = StoredAlpha(8.0, by_root=True)
     found = resolve_alpha("q", 16, stored=stored, option=None, config=None, metadata=lambda: None)
-    assert found == Alpha(8.0, "rs_lora", 4.0)
+    assert found == Alpha(8.0, "rs_lora", 4.0, 16)
 
 
 @pytest.mark.parametrize(("conv", "alpha"), [(False, 8.0), (True, 2.0)])
 def test_convolutions_may_have_an_alpha_of_their_own(conv: bool, alpha: float) -> None:
     config = AdapterConfig(8.0, conv_alpha=2.0)
     found = resolve_alpha("q", 16, stored=None, option=None, config=None, metadata=lambda: config, conv=conv)
-    assert found == Alpha(alpha, "metadata", 16)
+    assert found == Alpha(alpha, "metadata", 16, 16)

@@ -140,6 +140,19 @@ def test_patterns_of_the_other_kinds(kind: str, pattern: dict[str, int], tmp_pat
     trained(tmp_path, config).check()
 
 
+@pytest.mark.parametrize(
+    "config", [LoHaConfig(r=4, alpha=6), LoKrConfig(r=4, alpha=6), LoKrConfig(r=32, alpha=6)]
+)
+def test_a_root_that_only_lora_is_divided_by(config: Any, tmp_path: Path) -> None:
+    """PEFT has no rank-stabilised LoHa or LoKr, so it does not read ``use_rslora`` of one."""
+    config.target_modules = TARGETS
+    made = trained(tmp_path, config)
+    path = made.lora / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_rslora": True}))
+    scales = {(group["alpha"], group["rank"]) for group in made.check()["scales"]}
+    assert scales == {(6, config.r)}
+
+
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("lora_bias", [False, True])
 def test_saved_modules_and_trained_biases(use_dora: bool, lora_bias: bool, tmp_path: Path) -> None:
