@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from fuselora.digest import read_range, sha256_file
 from fuselora.errors import FormatError, InputError
-from fuselora.header import DTYPE_CODES, Header, TensorInfo, bytes_by_dtype, read_header
+from fuselora.header import DTYPE_CODES, Header, TensorInfo, main_dtype, read_header
 from fuselora.jsonfile import read_json
 from fuselora.marker import FILE_NAME, ComponentRecord
 from fuselora.match import FUSABLE
@@ -141,7 +141,7 @@ class _Comparison:
         base = self.base.tensors()
         floats = {key for key, tensor in base.items() if self._may_be_cast(tensor) and key in self.placed}
         uniform = all(self.placed[key].tensor.dtype == wanted for key in floats)
-        cast = _main_dtype(self.base.model_tensors()) != wanted
+        cast = main_dtype(self.base.model_tensors()) != wanted
         for key in base.keys() & self.placed.keys():
             before, after = base[key].dtype, self.placed[key].tensor.dtype
             free = key in floats and (uniform or not self.keeps_float32(key[len(self.base.prefix) :]))
@@ -216,11 +216,6 @@ class _Comparison:
         return self._shape(tensor) == placed.shape and (
             tensor.dtype == placed.dtype or {tensor.dtype, placed.dtype} <= FUSABLE
         )
-
-
-def _main_dtype(tensors: Iterable[TensorInfo]) -> str | None:
-    """The dtype that holds most bytes."""
-    return next(iter(bytes_by_dtype((tensor.dtype, tensor.n_bytes) for tensor in tensors)), None)
 
 
 def _tensor_bytes(base: Component) -> int:

@@ -291,7 +291,7 @@ def _replacement_notices(matching: Matching) -> Iterator[Notice]:
 
 def _no_effect_notices(matching: Matching) -> Iterator[Notice]:
     """A LoRA is listed in the marker whatever its strength."""
-    if matching.hits and all(hit.scale(matching.assignment.strength) == 0 for hit in matching.hits):
+    if matching.hits and not matching.adds:
         name = matching.assignment.adapter.name
         text = f"{name}: adds nothing to {matching.assignment.component.name}, as its scale is 0"
         yield Notice("no_effect", text, {"lora": name, "component": matching.assignment.component.name})

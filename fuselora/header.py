@@ -90,6 +90,11 @@ def bytes_by_dtype(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
     return dict(totals.most_common())
 
 
+def main_dtype(tensors: Iterable[TensorInfo]) -> str | None:
+    """The dtype that holds most bytes; None without tensors."""
+    return next(iter(bytes_by_dtype((tensor.dtype, tensor.n_bytes) for tensor in tensors)), None)
+
+
 def dtypes_of(tensors: Iterable[TensorInfo]) -> dict[str, int]:
     """Bytes by dtype, as torch calls it, the most first."""
     return bytes_by_dtype((dtype_name(tensor.dtype), tensor.n_bytes) for tensor in tensors)

@@ -129,6 +129,11 @@ class Matching:
     notices: tuple[Notice, ...]
     row_order: RowOrder | None = None
 
+    @property
+    def adds(self) -> bool:
+        """Whether any delta counts: not at strength 0, nor where all modules are left out."""
+        return any(hit.scale(self.assignment.strength) != 0 for hit in self.hits)
+
 
 def match(assignment: Assignment, family: Family | None, layout: Layout | None) -> Matching:
     """Find every module's tensors. Shapes are checked exactly; nothing is reshaped or broadcast."""

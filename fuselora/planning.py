@@ -270,12 +270,14 @@ class _ComponentLayout:
         """
         start = len(self.component.prefix)
         ours = tensor.name.startswith(self.component.prefix)
-        if self.component.is_text_encoder or self.request.dtype == "keep":
-            return tensor.dtype
-        if not ours or tensor.dtype not in FUSABLE:
+        if not self._casts or not ours or tensor.dtype not in FUSABLE:
             return tensor.dtype
         kept = self.family is not None and self.family.keeps_float32(tensor.name[start:], self.layout)
         return tensor.dtype if kept and not self.request.uniform else DTYPE_CODES[self.request.dtype]
+
+    @property
+    def _casts(self) -> bool:
+        return self.request.dtype != "keep" and not self.component.is_text_encoder
 
     def _grown(self, tensor: TensorInfo) -> TensorInfo:
         shape = max((p.hit.wide for p in self.hits.get(tensor.name, ()) if p.hit.wide), default=tensor.shape)
@@ -285,8 +287,10 @@ class _ComponentLayout:
         return tensor.n_elements * DTYPE_BITS[self.dtype_of(tensor)] // 8
 
     def _main_dtype(self, sizes: Mapping[str, int]) -> str:
-        """The dtype that holds most of the model's bytes."""
-        tensors = self.component.model_tensors()
+        """The dtype that holds most of the model's bytes; under ``--dtype``, of those that it is for."""
+        tensors = list(self.component.model_tensors())
+        if self._casts:
+            tensors = [tensor for tensor in tensors if tensor.dtype in FUSABLE] or tensors
         written = bytes_by_dtype((self.dtype_of(tensor), sizes[tensor.name]) for tensor in tensors)
         return next(iter(written), "none")
 

@@ -191,7 +191,7 @@ class _Said:
 def _of_loras(checkpoint: Checkpoint, matchings: Sequence[Matching]) -> Iterator[_Said]:
     for matching in matchings:
         assignment = matching.assignment
-        if assignment.strength > 0 and not assignment.component.is_text_encoder:
+        if assignment.strength > 0 and matching.adds and not assignment.component.is_text_encoder:
             sampling = sampling_of(assignment.adapter, checkpoint.family)
             is_first = assignment.component.name == checkpoint.transformers[0].name
             settings = sampling.settings if is_first else _of_second(sampling.settings)
@@ -203,7 +203,7 @@ def _phase_notices(checkpoint: Checkpoint, matchings: Sequence[Matching]) -> Ite
     for matching in matchings:
         adapter, component = matching.assignment.adapter, matching.assignment.component
         phase = sampling_of(adapter, checkpoint.family).phase
-        if phase and matching.assignment.strength != 0 and not component.is_text_encoder:
+        if phase and matching.adds and not component.is_text_encoder:
             changes = "fused, it acts in every phase: keep the base for the others"
             text = f"{adapter.name}: is published for one phase of the pipeline alone, {phase}; {changes}"
             yield Notice("phase", text, {"lora": adapter.name, "phase": phase})
@@ -224,7 +224,7 @@ def _of_earlier(checkpoint: Checkpoint) -> Iterator[_Said]:
     yield _Said(None, {n: Stated(v, "base", origin) for n, v in values.items() if v is not None})
     for lora in checkpoint.marker.loras:
         steps = steps_in(lora.name)
-        if steps is not None and lora.strength > 0 and lora.component not in TEXT_ENCODERS:
+        if steps is not None and lora.strength > 0 and lora.adds and lora.component not in TEXT_ENCODERS:
             yield _Said(lora.component, {"num_inference_steps": by_name(steps, lora.name)})
 
 

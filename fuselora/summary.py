@@ -9,7 +9,8 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from fuselora.header import bytes_by_dtype, dtype_name
+from fuselora import header
+from fuselora.header import dtype_name
 from fuselora.match import Hit, Matching
 from fuselora.memory import peak_memory
 from fuselora.record import applied_counts, scale_groups
@@ -91,8 +92,7 @@ def base_dtype(plan: FusePlan, component: ComponentPlan) -> str | None:
 
 def main_dtype(component: Component) -> str:
     """The dtype that holds most of a model's bytes, as torch calls it."""
-    stored = bytes_by_dtype((tensor.dtype, tensor.n_bytes) for tensor in component.model_tensors())
-    return dtype_name(next(iter(stored), "none"))
+    return dtype_name(header.main_dtype(component.model_tensors()) or "none")
 
 
 def lora_document(matching: Matching) -> dict[str, object]:

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from fuselora import pipeline
 from fuselora.header import TensorInfo, encode_header
 from fuselora.tensors import TORCH_DTYPES
+from fuselora.verify import verify
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -78,3 +79,10 @@ def tree(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+def verified_merge(base: Path, lora: Path, out: Path, strength: str = "", **options: Any) -> None:
+    """Merges, and has ``verify`` find nothing wrong with the result."""
+    pipeline.merge(base, [f"{lora}{strength}"], out, **options)
+    found = verify(out, base=base, loras=[lora])
+    assert found.ok, found.findings

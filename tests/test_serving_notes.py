@@ -135,6 +135,15 @@ def test_the_strength_does_not_matter_unless_nothing_is_added(inputs: Inputs) ->
         assert inputs.plan([f"{high}:{strength},{low}:{strength}"]).serving == NOTHING
 
 
+def test_a_lora_that_is_left_out_whole_does_not_matter(inputs: Inputs) -> None:
+    loras = inputs.pair("x-4steps-high.safetensors", "x-4steps-low.safetensors")
+    assert inputs.plan(loras, blocks=["*=0"]).serving == NOTHING
+    assert inputs.plan(loras, blocks=["*.ffn.*=0"]).serving != NOTHING
+    fused = merge(inputs.base, loras, inputs.folder / "fused", blocks=["*=0"]).out
+    edit_marker(fused, lambda document: document.update(serving={}))
+    assert plan(fused, [f"all={inputs.lora('style.safetensors', seed=3)}"], stack=True).serving == NOTHING
+
+
 def test_two_loras_that_disagree_leave_the_setting_out(inputs: Inputs) -> None:
     other = inputs.lora("other-8steps.safetensors", seed=3)
     planned = inputs.plan([*inputs.seko(), f"all={other}"])

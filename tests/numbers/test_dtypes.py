@@ -8,12 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import fuselora
 from fuselora.errors import Refused
 from fuselora.faults import FACTOR_DTYPES
 from fuselora.header import DTYPE_BITS, TensorInfo, encode_header, read_header
 from fuselora.match import FUSABLE
-from tests.small import noise, pair, tree
+from tests.small import noise, pair, tree, verified_merge
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,7 +53,7 @@ def contents(path: Path) -> dict[str, Stored]:
 
 def merge(folder: Path, base: Mapping[str, Stored], one: Mapping[str, Stored], **options: Any) -> Path:
     inputs = write(folder / "base.safetensors", base), write(folder / "l.safetensors", one)
-    fuselora.merge(inputs[0], [inputs[1]], folder / "out", **options)
+    verified_merge(inputs[0], inputs[1], folder / "out", **options)
     return folder / "out" / "base.safetensors"
 
 
@@ -121,7 +120,7 @@ def test_alpha_is_a_number_of_any_kind(tmp_path: Path, dtype: torch.dtype, shape
     one = pair("a", torch.full((4, 2), 2.0), torch.ones(2, 4))
     save_file({"a.weight": torch.ones(4, 4)}, tmp_path / "base.safetensors")
     save_file({**one, "a.alpha": alpha}, tmp_path / "l.safetensors")
-    fuselora.merge(tmp_path / "base.safetensors", [tmp_path / "l.safetensors"], tmp_path / "out")
+    verified_merge(tmp_path / "base.safetensors", tmp_path / "l.safetensors", tmp_path / "out")
     found = load_file(tmp_path / "out" / "base.safetensors")["a.weight"]
     assert found.eq(1 + 3 / 2 * 4).all()
 
@@ -136,7 +135,7 @@ def test_factors_of_every_float_are_right(tmp_path: Path, base: torch.dtype, dty
     tensors = {name: tensor.to(base) for name, tensor in zip(names, weights, strict=True)}
     save_file(tensors, tmp_path / "base.safetensors")
     save_file(one, tmp_path / "l.safetensors")
-    fuselora.merge(tmp_path / "base.safetensors", [tmp_path / "l.safetensors"], tmp_path / "out")
+    verified_merge(tmp_path / "base.safetensors", tmp_path / "l.safetensors", tmp_path / "out")
     found = load_file(tmp_path / "out" / "base.safetensors")
     assert [set(found[name].flatten().tolist()) for name in names] == [{-0.5}, {1.25}, {3.0}]
     assert {name: (t.dtype, t.shape) for name, t in found.items()} == {

@@ -8,9 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import fuselora
 from fuselora.errors import Refused
-from tests.small import noise, pair, tree
+from tests.small import noise, pair, tree, verified_merge
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +22,7 @@ PAIR = pair("a", noise(4, 1), noise(1, 4, seed=1))
 def merge(folder: Path, base: Tensors, one: Tensors, **options: Any) -> Tensors:
     save_file({"a.weight": torch.ones(4, 4), **base}, folder / "base.safetensors")
     save_file({**PAIR, **one}, folder / "l.safetensors")
-    fuselora.merge(folder / "base.safetensors", [folder / "l.safetensors"], folder / "out", **options)
+    verified_merge(folder / "base.safetensors", folder / "l.safetensors", folder / "out", **options)
     return load_file(folder / "out" / "base.safetensors")
 
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import fuselora
 from fuselora.delta.rounding import round_once
-from tests.small import lora, pair, raw, write
+from tests.small import lora, pair, raw, verified_merge, write
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +29,7 @@ def steps(high: int, seed: int, *shape: int) -> torch.Tensor:
 
 def merged(folder: Path, weight: torch.Tensor, one: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
     base = write(folder / "base.safetensors", {"a.weight": weight})
-    fuselora.merge(base, [lora(folder / "l.safetensors", one)], folder / "out", **options)
+    verified_merge(base, lora(folder / "l.safetensors", one), folder / "out", **options)
     return load_file(folder / "out" / "base.safetensors")["a.weight"]
 
 
@@ -76,7 +75,7 @@ def test_tensors_beside_a_fused_one_keep_their_bytes(tmp_path: Path, stored: tor
     }
     base = write(tmp_path / "base.safetensors", tensors)
     one = lora(tmp_path / "l.safetensors", pair("a", torch.ones(4, 1), torch.ones(1, 4)))
-    fuselora.merge(base, [one], tmp_path / "out")
+    verified_merge(base, one, tmp_path / "out")
     assert raw(load_file(tmp_path / "out" / "base.safetensors")["b"]) == raw(tensors["b"])
 
 
@@ -89,7 +88,7 @@ def test_a_cast_to_fewer_bits_rounds_them_once(tmp_path: Path, dtype: str) -> No
     }
     base = write(tmp_path / "base.safetensors", tensors)
     one = lora(tmp_path / "l.safetensors", pair("a", torch.ones(4, 1), torch.ones(1, 4)))
-    fuselora.merge(base, [one], tmp_path / "out", dtype=dtype)
+    verified_merge(base, one, tmp_path / "out", dtype=dtype)
     found = load_file(tmp_path / "out" / "base.safetensors")["b"]
     assert raw(found) == raw(round_once(tensors["b"].double(), narrow))
     assert found.count_nonzero() > found.numel() // 2
@@ -103,7 +102,7 @@ def test_a_program_that_flushes_them_gets_the_same_bytes(tmp_path: Path, jobs: i
     one = lora(tmp_path / "l.safetensors", {"a.diff": torch.full((ROWS, COLUMNS), 2.0**-149)})
     torch.set_flush_denormal(True)
     try:
-        fuselora.merge(base, [one], tmp_path / "out", jobs=jobs)
+        verified_merge(base, one, tmp_path / "out", jobs=jobs)
     finally:
         torch.set_flush_denormal(False)
     found = load_file(tmp_path / "out" / "base.safetensors")["a.weight"]

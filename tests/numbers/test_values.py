@@ -9,9 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import fuselora
 from fuselora.errors import FuseloraError, NumericError, Refused
-from tests.small import lora, noise, pair, raw, tree, write
+from tests.small import lora, noise, pair, raw, tree, verified_merge, write
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +34,7 @@ def merge(
 ) -> dict[str, torch.Tensor]:
     stored = write(folder / "base.safetensors", {"a.weight": filled(1.0), **base})
     path = lora(folder / "l.safetensors", one)
-    fuselora.merge(stored, [f"{path}{strength}"], folder / "out", **options)
+    verified_merge(stored, path, folder / "out", strength, **options)
     return load_file(folder / "out" / "base.safetensors")
 
 
