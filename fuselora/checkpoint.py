@@ -21,7 +21,7 @@ from fuselora.inner_encoders import InnerEncoder, inner_encoders
 from fuselora.jsonfile import read_json
 from fuselora.marker import FINGERPRINT_KEY, Marker, read_marker
 from fuselora.reading import reading
-from fuselora.selection import variants
+from fuselora.selection import variant_of, variants
 from fuselora.shards import INDEX_SUFFIX, SHARD_NUMBER, indexed_shards
 from fuselora.specs import PIPELINE_COMPONENTS
 from fuselora.text_encoders import MEANINGS, TEXT_ENCODERS, Config, encoders_meant
@@ -339,7 +339,7 @@ def _index_file(folder: Path, variant: str | None) -> Path | None:
 def _unindexed_shards(folder: Path, variant: str | None) -> tuple[Header, ...]:
     """The one file, or the one complete numbered set, of a folder without an index."""
     files = [p for p in sorted(folder.iterdir()) if p.name.endswith(".safetensors")]
-    files = [path for path in files if _is_variant(path.name, variant)]
+    files = [path for path in files if (variant_of(path.name) or None) == variant]
     if not files:
         _no_weights(folder, variant)
     if not _whole_set([path.name for path in files]):
@@ -365,18 +365,12 @@ def _whole_set(names: Sequence[str]) -> bool:
 
 def _no_weights(folder: Path, variant: str | None) -> NoReturn:
     what = f"{variant} weights" if variant else "safetensors weights"
+    offered = variants(path.name for path in folder.iterdir())
     others = sorted(p.name for p in folder.iterdir() if is_model_file(p.name) or p.name == "fuselora.journal")
     hint = f"It holds {', '.join(others[:4])}." if others else None
+    if offered and not variant:
+        hint = f"Say which variant with --variant: {', '.join(offered)}."
     _fault(folder, f"holds no {what}", hint=hint)
-
-
-def _is_variant(name: str, variant: str | None) -> bool:
-    """``x.fp16.safetensors``, ``x.fp16-00001-of-00002...`` or ``x-00001-of-00002.fp16...`` for fp16."""
-    stem = SHARD_NUMBER.sub("", name).removesuffix(".safetensors")
-    tag = stem.rpartition(".")[2] if "." in stem else None
-    if variant is None:
-        return tag not in ("fp16", "bf16", "fp32", "non_ema", "ema")
-    return tag == variant
 
 
 def _first_repeated(names: Sequence[str]) -> str | None:

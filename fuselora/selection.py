@@ -22,10 +22,11 @@ ADAPTER_CONFIG = "adapter_config.json"
 CONFIGURED = (ADAPTER_WEIGHTS[0], ADAPTER_INDEXES[0])
 PICKLES = (".bin", ".pt", ".ckpt")  # beside safetensors in a base; a native Wan keeps whole models in .pth
 OTHER_RUNTIMES = (".msgpack", ".onnx", ".onnx_data", ".h5", ".gguf", ".tflite")
-# diffusers and transformers put a variant's name into these file names and no others.
+# diffusers and transformers put any variant's name into these file names, others only such as are usual.
 _STEM = r"(?:diffusion_pytorch_model|pytorch_model|model)"
 _SHARD = r"(?:-\d+-of-\d+)?"
 _WEIGHTS = re.compile(rf"{_STEM}{_SHARD}(?:\.(?P<variant>[^.]+?){_SHARD})?\.(?:safetensors|bin)")
+_TAGGED = re.compile(rf".+?{_SHARD}\.(?P<variant>fp16|bf16|fp32|non_ema|ema){_SHARD}\.safetensors")
 _INDEX = re.compile(rf"{_STEM}\.(?:safetensors|bin)\.index(?:\.(?P<variant>[^.]+))?\.json")
 
 
@@ -62,7 +63,7 @@ def skeleton_files(names: Iterable[str]) -> tuple[str, ...]:
 
 def variants(names: Iterable[str]) -> tuple[str, ...]:
     """The variants that safetensors files of ``names`` come in, sorted."""
-    found = {_variant(name) for name in names if name.endswith(".safetensors")}
+    found = {variant_of(name) for name in names if name.endswith(".safetensors")}
     return tuple(sorted(variant for variant in found if variant))
 
 
@@ -144,16 +145,16 @@ def _pickled(name: str) -> bool:
 
 def _one_variant(names: Sequence[str], variant: str | None) -> list[str]:
     """``names`` with one kind of weights in each folder: the variant's where it has them, else plain ones."""
-    present = {_folder(name) for name in names if variant and _variant(name) == variant}
+    present = {_folder(name) for name in names if variant and variant_of(name) == variant}
     return [
         name
         for name in names
-        if _variant(name) == (variant if _folder(name) in present else "") or _variant(name) is None
+        if variant_of(name) == (variant if _folder(name) in present else "") or variant_of(name) is None
     ]
 
 
-def _variant(name: str) -> str | None:
+def variant_of(name: str) -> str | None:
     """The variant in a weight or index file's name, "" in a plain one's; None for any other file."""
     base = PurePosixPath(name).name
-    found = _WEIGHTS.fullmatch(base) or _INDEX.fullmatch(base)
+    found = _WEIGHTS.fullmatch(base) or _INDEX.fullmatch(base) or _TAGGED.fullmatch(base)
     return (found["variant"] or "") if found else None

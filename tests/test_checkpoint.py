@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from fuselora.checkpoint import Checkpoint, open_checkpoint
+from fuselora.describe import describe
+from fuselora.description import CheckpointDescription
 from fuselora.errors import CheckpointError, FormatError, FuseloraError, InputError, ReadError
 from fuselora.families import Layout
 from fuselora.header import read_header
 from fuselora.marker import FINGERPRINT_KEY, encode
+from fuselora.pipeline import merge, plan
 from fuselora.synth import (
     base_tensors,
     config,
@@ -25,7 +28,8 @@ from fuselora.synth import (
     write_pipeline,
     write_safetensors,
 )
-from tests.inputs import open_base, tensor
+from fuselora.verify import verify
+from tests.inputs import open_base, pair, tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -347,6 +351,30 @@ def test_shards_of_a_variant_without_an_index(tmp_path: Path, name: str) -> None
     assert [shard.path.name for shard in plain.components[0].shards] == [PLAIN]
 
 
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("wan.fp16.safetensors", "fp16"), ("wan-00001-of-00001.bf16.safetensors", "bf16"),
+        ("wan.ema-00001-of-00001.safetensors", "ema"),
+        ("diffusion_pytorch_model.my-cut.safetensors", "my-cut"),
+        ("wan2.2.safetensors", None), ("wan.my-cut.safetensors", None),
+    ],
+)  # fmt: skip
+def test_all_commands_know_the_variant_of_a_folder(tmp_path: Path, name: str, variant: str | None) -> None:
+    write_safetensors(tmp_path / "transformer" / name, [Q])
+    lora = write_safetensors(tmp_path / "x.safetensors", pair(Q.name.removesuffix(".weight"), *Q.shape))
+    if variant:
+        with pytest.raises(CheckpointError) as caught:
+            plan(tmp_path / "transformer", [lora])
+        assert caught.value.hint == f"Say which variant with --variant: {variant}."
+    out = tmp_path / "out"
+    merge(tmp_path / "transformer", [lora], out, variant=variant)
+    assert verify(out, base=tmp_path / "transformer", loras=[lora]).ok
+    found = describe(tmp_path / "transformer")
+    assert isinstance(found, CheckpointDescription)
+    assert found.variant == variant
+
+
 def test_a_variant_that_is_not_there(tmp_path: Path) -> None:
     root = write_pipeline(tmp_path / "base", SIZE)
     with pytest.raises(CheckpointError, match="holds no bf16 weights") as caught:
@@ -358,7 +386,7 @@ def test_only_a_variant_and_none_asked_for(tmp_path: Path) -> None:
     root = write_pipeline(tmp_path / "base", SIZE, variant="fp16")
     with pytest.raises(CheckpointError, match="holds no safetensors weights") as caught:
         open_base(root)
-    assert caught.value.hint is not None and "fp16" in caught.value.hint
+    assert caught.value.hint == "Say which variant with --variant: fp16."
 
 
 # Folders that hold no model
