@@ -93,7 +93,8 @@ class _Build:
         if rest.root.is_file() or self.plan.request.assets == "skip":
             return ()
         edited = {str(path) for path in self.plan.edited}
-        loras = {real_path(m.assignment.adapter.location.path) for m in self.plan.matchings}
+        adapters = [matching.assignment.adapter for matching in self.plan.matchings]
+        loras = {real_path(path) for adapter in adapters for path in adapter.paths}
 
         def exclude(path: str) -> bool:
             return path in edited or real_path(rest.root / path) in loras or not rest.takes_along(path)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from fuselora.checkpoint import Checkpoint, open_checkpoint
 from fuselora.errors import Fault, Notice, Refused, UsageError
@@ -27,13 +27,9 @@ from fuselora.skeleton_faults import skeleton_faults
 from fuselora.specs import (
     EMPTY_PATH,
     AlphaSpec,
-    Assets,
     BlockSpec,
-    Dtype,
-    Kernel,
     LayoutSpec,
     LoraSpec,
-    OutputLayout,
     Request,
     parse_alpha,
     parse_block,
@@ -118,11 +114,9 @@ def request(
         raise UsageError(EMPTY_PATH, hint="Give out a folder, or leave it away.")
     where = Path(out) if out is not None else None
     try:
-        asked = Request(base=str(base), loras=specs, out=where, **options)  # type: ignore[arg-type]
+        return Request(base=str(base), loras=specs, out=where, **options)  # type: ignore[arg-type]
     except TypeError as error:
         raise UsageError(f"unknown option: {error}") from error
-    _refuse_unknown_choices(asked)
-    return asked
 
 
 def plan_request(asked: Request, progress: Progress) -> FusePlan:
@@ -281,19 +275,6 @@ def _block(option: object) -> BlockSpec:
 
 def _layout(option: object) -> LayoutSpec:
     return option if isinstance(option, LayoutSpec) else parse_layout(str(option))
-
-
-def _refuse_unknown_choices(asked: Request) -> None:
-    for name, value, choices in (
-        ("dtype", asked.dtype, get_args(Dtype)),
-        ("kernel", asked.kernel, get_args(Kernel)),
-        ("assets", asked.assets, get_args(Assets)),
-        ("layout", asked.layout, get_args(OutputLayout)),
-    ):
-        if value not in choices and (name, value) != ("layout", None):
-            raise UsageError(f"{name} is {value!r}", hint=f"It is one of {', '.join(choices)}.")
-    if asked.jobs is not None and asked.jobs < 1:
-        raise UsageError(f"jobs is {asked.jobs}", hint="It is a number of threads, at least 1.")
 
 
 def _default_out(checkpoint: Checkpoint) -> Path:

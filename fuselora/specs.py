@@ -9,7 +9,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 from urllib.parse import unquote
 
 from fuselora.errors import Fault, Refused, UsageError
@@ -115,7 +115,7 @@ class BlockSpec:
 class Request:
     """Everything ``merge`` and ``plan`` were told; the meaning of each field is its option's.
 
-    Raises ``UsageError`` for options that only make sense together.
+    Raises ``UsageError`` for a choice that there is not, and for options that only make sense together.
     """
 
     base: str
@@ -144,6 +144,7 @@ class Request:
     lora_layouts: tuple[LayoutSpec, ...] = ()
 
     def __post_init__(self) -> None:
+        self._refuse_unknown_choices()
         if self.layout and self.skeleton is None:
             hint = "Name the diffusers pipeline that gives the configs and all else: --skeleton DIR."
             raise UsageError(f"--layout {self.layout} needs a skeleton", hint=hint)
@@ -156,6 +157,18 @@ class Request:
         if self.layout and self.variant:
             hint = "A native base has no variants; if its one file is called so, name the file."
             raise UsageError(f"--variant {self.variant} does not go with --layout", hint=hint)
+
+    def _refuse_unknown_choices(self) -> None:
+        for name, value, choices in (
+            ("dtype", self.dtype, get_args(Dtype)),
+            ("kernel", self.kernel, get_args(Kernel)),
+            ("assets", self.assets, get_args(Assets)),
+            ("layout", self.layout, get_args(OutputLayout)),
+        ):
+            if value not in choices and (name, value) != ("layout", None):
+                raise UsageError(f"{name} is {value!r}", hint=f"It is one of {', '.join(choices)}.")
+        if self.jobs is not None and (not isinstance(self.jobs, int) or self.jobs < 1):
+            raise UsageError(f"jobs is {self.jobs!r}", hint="It is a number of threads, at least 1.")
 
     def loras_in_layouts(self) -> tuple[LoraSpec, ...]:
         """The LoRAs, each with the layout that was said for it, one named before one for all.

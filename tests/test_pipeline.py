@@ -565,6 +565,7 @@ def test_two_experts_of_which_one_is_gone(inputs: Inputs, tmp_path: Path) -> Non
         ({"assets": None}, "assets is None"),
         ({"jobs": 0}, "jobs is 0"),
         ({"jobs": -1}, "jobs is -1"),
+        ({"jobs": "2"}, "jobs is '2'"),
         ({"alphas": ["eight"]}, "eight"),
         ({"revision": "main"}, "--revision 'main'"),
     ],

@@ -197,3 +197,14 @@ def test_a_file_and_an_index_are_not_chosen_between(tmp_path: Path) -> None:
 def test_out_may_not_be_among_its_files(tmp_path: Path) -> None:
     index = adapter(tmp_path / "lora")
     refuse(std_base(tmp_path / "base"), index, says=("input",), out=index.parent)
+
+
+def test_none_of_its_files_comes_along_from_the_base_s_folder(tmp_path: Path) -> None:
+    base = std_base(tmp_path / "base")
+    index = adapter(base / "lora")
+    config = index.parent / "adapter_config.json"
+    config.write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}), encoding="utf-8")
+    (index.parent / "notes.txt").touch()
+    fused = fuse(base, index.parent)
+    assert [path.name for path in (fused.out / "lora").iterdir()] == ["notes.txt"]
+    assert verify(fused.out, base=base, loras=[index.parent]).ok
