@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from fuselora.checkpoint import Checkpoint, open_checkpoint
 from fuselora.errors import Fault, Notice, Refused, UsageError
 from fuselora.faults import check, strict_faults
+from fuselora.file_options import in_layouts, misdirected
 from fuselora.lora.adapter import Adapter, is_lora, open_adapter
 from fuselora.match import Matching, match
 from fuselora.output import staging
@@ -171,7 +172,9 @@ class _Matched:
 
 def _matched(asked: Request, *, headers_only: bool) -> _Matched:
     """Resolve, read headers, assign, match and check. Raises ``Refused`` with every fault found."""
-    adapters = [open_adapter(resolve_lora(spec)) for spec in asked.loras_in_layouts()]
+    locations = [resolve_lora(spec) for spec in asked.loras]
+    _refuse(misdirected(locations, asked.lora_layouts, "--lora-layout"))
+    adapters = [open_adapter(location) for location in in_layouts(locations, asked.lora_layouts)]
     skeleton = None
     if asked.skeleton is not None:
         skeleton = open_skeleton(resolve_skeleton(asked.skeleton, headers_only=headers_only))

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
-from pathlib import Path, PurePath
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 from urllib.parse import unquote
 
@@ -98,9 +98,6 @@ class LayoutSpec:
     layout: str
     source: str | None = None
 
-    def names(self, lora: LoraSpec) -> bool:
-        return self.source in (None, lora.source, PurePath(lora.source).name)
-
 
 @dataclass(frozen=True, slots=True)
 class BlockSpec:
@@ -169,20 +166,6 @@ class Request:
                 raise UsageError(f"{name} is {value!r}", hint=f"It is one of {', '.join(choices)}.")
         if self.jobs is not None and (not isinstance(self.jobs, int) or self.jobs < 1):
             raise UsageError(f"jobs is {self.jobs!r}", hint="It is a number of threads, at least 1.")
-
-    def loras_in_layouts(self) -> tuple[LoraSpec, ...]:
-        """The LoRAs, each with the layout that was said for it, one named before one for all.
-
-        Raises ``UsageError`` for a layout of a LoRA that was not given.
-        """
-        for said in self.lora_layouts:
-            if not any(map(said.names, self.loras)):
-                raise UsageError(f"--lora-layout {said.source}={said.layout}: no such LoRA was given")
-        order = sorted(self.lora_layouts, key=lambda said: said.source is None)
-        return tuple(
-            next((replace(lora, layout=said.layout) for said in order if said.names(lora)), lora)
-            for lora in self.loras
-        )
 
 
 @dataclass(frozen=True, slots=True)

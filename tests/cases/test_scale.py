@@ -165,15 +165,17 @@ def test_B12_an_override_for_one_of_two_files(tmp_path: Path) -> None:
     assert_filled(fused.tensors()[Q], 1 + 0.5 + 0.5)
 
 
-@pytest.mark.parametrize("option", ["4", "x.safetensors=4", "other.safetensors=4"])
-def test_B12_an_override_that_applies_to_nothing_is_refused(option: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ("4", "applies to no module"),
+        ("x.safetensors=4", "applies to no module"),
+        ("other.safetensors=4", "no such LoRA was given"),
+    ],
+)
+def test_B12_an_override_that_applies_to_nothing_is_refused(option: str, why: str, tmp_path: Path) -> None:
     lora = save(tmp_path / "x.safetensors", std_pair(16, alpha=8.0))
-    refuse(
-        std_base(tmp_path / "base"),
-        lora,
-        says=("--alpha", "applies to no module"),
-        options=["--alpha", option],
-    )
+    refuse(std_base(tmp_path / "base"), lora, says=("--alpha", why), options=["--alpha", option])
 
 
 @pytest.mark.parametrize(
