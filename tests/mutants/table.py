@@ -108,15 +108,15 @@ MUTANTS = (
     Mutant(
         "the stored alpha is dropped",
         "lora/scale.py",
-        'return Alpha(self.value, "tensor", rank)',
-        'return Alpha(rank, "tensor", rank)',
+        'return Alpha(self.value, "tensor", rank, rank)',
+        'return Alpha(rank, "tensor", rank, rank)',
         ("tests/lora/test_scale.py",),
     ),
     Mutant(
         "rank-stabilised alphas are divided by the rank",
         "lora/scale.py",
-        'return Alpha(self.value, "rs_lora", math.sqrt(rank))',
-        'return Alpha(self.value, "rs_lora", rank)',
+        'return Alpha(self.value, "rs_lora", math.sqrt(rank), rank)',
+        'return Alpha(self.value, "rs_lora", rank, rank)',
         ("tests/lora",),
     ),
     Mutant(
