@@ -9,7 +9,8 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from fuselora.errors import Fault
-from fuselora.lora.grammar import Spelling, glob_of, spellings
+from fuselora.globs import glob_of, means
+from fuselora.lora.grammar import Spelling, spellings
 from fuselora.match import Hit, Matching, Skip, plain_name
 from fuselora.name_table import flatten
 from fuselora.targets import named_component
@@ -30,14 +31,19 @@ def with_blocks(matching: Matching, blocks: Sequence[BlockSpec]) -> Matching:
     mine = blocks_for(matching.assignment.component.name, blocks)
     if not mine:
         return matching
-    weighed = [replace(hit, block=_factor(hit, mine)) for hit in matching.hits]
-    hits = tuple(hit for hit in weighed if hit.block != 0)
+    meant = [(hit, _last(hit, mine)) for hit in matching.hits]
+    hits = tuple(
+        replace(hit, block=block.strength) if block else hit
+        for hit, block in meant
+        if block is None or block.strength != 0
+    )
     kept = {hit.module.name for hit in hits}
     left_out: dict[tuple[str, str], Skip] = {}
-    for hit in (hit for hit in weighed if hit.block == 0):
-        part = f"{hit.base_key}: " if hit.module.name in kept else ""
-        skip = Skip(hit.module, part + _reason(hit, mine), asked=True)
-        left_out.setdefault((hit.module.name, part), skip)
+    for hit, block in meant:
+        if block is not None and block.strength == 0:
+            part = f"{hit.base_key}: " if hit.module.name in kept else ""
+            skip = Skip(hit.module, part + _reason(block), asked=True)
+            left_out.setdefault((hit.module.name, part), skip)
     return replace(matching, hits=hits, skipped=(*matching.skipped, *left_out.values()))
 
 
@@ -93,15 +99,9 @@ def _levels(spelling: Spelling) -> Iterator[str]:
     yield name
 
 
-def _factor(hit: Hit, blocks: Sequence[BlockSpec]) -> float:
-    found = _last(hit, blocks)
-    return found.strength if found else 1.0
-
-
-def _reason(hit: Hit, blocks: Sequence[BlockSpec]) -> str:
-    found = _last(hit, blocks)
-    component = f"{found.component}=" if found and found.component else ""
-    return f"left out by --blocks {component}{found.glob}=0" if found else "left out"
+def _reason(block: BlockSpec) -> str:
+    component = f"{block.component}=" if block.component else ""
+    return f"left out by --blocks {component}{block.glob}=0"
 
 
 def _last(hit: Hit, blocks: Sequence[BlockSpec]) -> BlockSpec | None:
@@ -109,13 +109,4 @@ def _last(hit: Hit, blocks: Sequence[BlockSpec]) -> BlockSpec | None:
 
 
 def _means(glob: str, hit: Hit) -> bool:
-    """By the LoRA's name, with its prefix or without, or the base's.
-
-    ``blocks.1`` is all of that block, and not of ``blocks.10``; the same of flattened names, as ``blocks_1``.
-    """
-    readings = spellings(hit.module.name)
-    names = [hit.base_key, *(reading.name for reading in readings)]
-    if any(fnmatchcase(name, glob + below) for name in names for below in ("", ".*")):
-        return True
-    flat = [reading.name for reading in readings if readings[-1].flat]
-    return any(fnmatchcase(name, flatten(glob) + below) for name in flat for below in ("", "_*"))
+    return means(glob, hit.module.name, hit.base_key)

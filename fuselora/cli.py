@@ -1,4 +1,4 @@
-"""The command line: options -> request -> pipeline -> report. The only place that exits."""
+"""The command line: options -> request -> pipeline -> report, and the exit code."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from fuselora import synth
 from fuselora.errors import OutputError
+from fuselora.filenames import LOCK_ENDING, STAGE_ENDING
 from fuselora.marker import read_marker
 from fuselora.pipeline import FuseReport, merge
 from fuselora.resources import require_current_folder
@@ -43,7 +44,7 @@ class Demo:
 
 
 def run_demo(folder: Path, progress: Progress) -> Demo:
-    """Make, merge and verify in ``folder``, which must be absent, empty, or an earlier demo's."""
+    """Make, merge and verify in ``folder``: an absent or empty one, or an earlier demo, finished or not."""
     require_current_folder()
     _refuse_foreign(folder)
     size = synth.tiny("wan2.2-t2v-a14b")
@@ -65,6 +66,10 @@ def run_demo(folder: Path, progress: Progress) -> Demo:
 
 def _refuse_foreign(folder: Path) -> None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    stage = (OUT + STAGE_ENDING, OUT + STAGE_ENDING + LOCK_ENDING)
+    begun = (folder / BASE).is_dir()
+    if begun and {path.name for path in folder.iterdir()} <= {BASE, HIGH, LOW, BY_HAND, *stage}:
         return
     marker = read_marker(folder / OUT) if (folder / OUT).is_dir() else None
     base = marker.raw.get("base") if marker else None

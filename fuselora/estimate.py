@@ -100,10 +100,9 @@ def estimate(plan: FusePlan, means: Means, out: Path) -> Estimate:
 
 def _read_rate(plan: FusePlan) -> float:
     base = max(plan.files, key=lambda file: file.base.n_bytes).base
-    n_bytes = min(PROBE_BYTES, base.n_bytes // PAGE * PAGE)
-    if n_bytes == 0:
-        return float("inf")
-    with opened(base.path, direct=True) as source:
+    direct = base.n_bytes >= PAGE  # such reads are of whole pages
+    n_bytes = min(PROBE_BYTES, base.n_bytes // PAGE * PAGE if direct else base.n_bytes)
+    with opened(base.path, direct=direct) as source:
         return n_bytes / _seconds(lambda: deque(source.first(n_bytes), maxlen=0))
 
 

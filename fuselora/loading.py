@@ -92,7 +92,7 @@ def _load(folder: Path, record: ComponentRecord, model_class: Any) -> Iterator[F
                 output_loading_info=True,
             )  # fmt: skip
     except Exception as error:  # diffusers promises no set of errors
-        text = f"diffusers does not load it: {type(error).__name__}: {error}"
+        text = f"its library does not load it: {type(error).__name__}: {error}"
         yield Finding("load", record.name, None, text)
         return
     for kind, what in KEYS.items():

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from itertools import product
 
 from fuselora.checkpoint import Component
@@ -99,7 +98,7 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """A module that stays unapplied, and why that is right. ``asked``: the user wants it so."""
+    """A module that stays unapplied, and why that is right. ``asked``: by ``--blocks``, so also if strict."""
 
     module: Module
     reason: str
@@ -160,11 +159,6 @@ def match(assignment: Assignment, family: Family | None, layout: Layout | None) 
     notices = tuple(_orphan_notices(assignment, modules))
     order = search.order_that_counts(orders)
     return Matching(assignment, tuple(hits), skipped, unmatched, tuple(faults), notices, order)
-
-
-def module_glob(module: str, pattern: str) -> bool:
-    """Whether a user's glob means this module, with or without its prefixes."""
-    return any(fnmatchcase(spelling.name, pattern) for spelling in spellings(module))
 
 
 def plain_name(module: str) -> str:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from fuselora.digest import read_range
 from fuselora.errors import Fault
+from fuselora.globs import glob_of, means
 from fuselora.kinds.kind import ALPHAS, MAGNITUDES
-from fuselora.lora.grammar import glob_of
 from fuselora.made_for import made_for, other_family
-from fuselora.match import OTHER_SIZE, Matching, Skip, Unmatched, module_glob
+from fuselora.match import OTHER_SIZE, Matching, Skip, Unmatched
 from fuselora.reading import reading
 from fuselora.targets import named_component
 from fuselora.text_encoders import MEANINGS
@@ -34,7 +34,7 @@ def with_misses_settled(matching: Matching, request: Request) -> Matching:
     skipped: list[Skip] = list(matching.skipped)
     unmatched: list[Unmatched] = []
     for miss in matching.unmatched:
-        if any(module_glob(miss.module.name, glob) for glob in request.allow_unmatched):
+        if any(means(glob, miss.module.name) for glob in request.allow_unmatched):
             skipped.append(Skip(miss.module, ALLOWED))
         elif is_zero(adapter, miss.module):
             skipped.append(Skip(miss.module, ZERO_VALUED))

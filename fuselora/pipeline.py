@@ -90,7 +90,7 @@ def plan(
 ) -> FusePlan:
     """What ``merge`` would do, from headers; with ``content=True`` the LoRA data is read as well.
 
-    Raises ``FuseloraError`` as ``merge`` would.
+    Raises ``FuseloraError`` for inputs that ``merge`` would refuse; machine and ``out`` are not looked at.
     """
     return plan_request(request(base, loras, out, **options), progress or Silent())
 

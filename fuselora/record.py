@@ -12,7 +12,7 @@ from fuselora import __version__
 from fuselora.block_strengths import blocks_for
 from fuselora.digest import artifact_digest, tagged
 from fuselora.header import dtype_name
-from fuselora.marker import SCHEMA
+from fuselora.marker import POLICY, SCHEMA
 from fuselora.match import recorded_name
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def marker_document(
             "kernel": machine.kernel,
             "cpu": machine.cpu,
         },
-        "policy": {"distill_lora": "refuse", "dynamic_lora": "allow"},
+        "policy": dict(POLICY),
     }
     if plan.skeleton is not None:
         document["layout"] = "diffusers"

@@ -1,4 +1,4 @@
-"""The only place that draws: tables and JSON on stdout; progress, warnings and errors on stderr."""
+"""What a command shows: tables and JSON on stdout; progress, warnings and errors on stderr."""
 
 from __future__ import annotations
 

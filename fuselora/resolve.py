@@ -222,5 +222,9 @@ def _base_address(base: str, revision: str | None) -> HubAddress:
         return HubAddress(SHORT_NAMES[base], revision=revision)
     if hub_legal(base) and not is_weight_file(base) and not Path(base).parent.is_dir():
         return HubAddress(base, revision=revision)
-    short = [f"Short names are {', '.join(SHORT_NAMES)}."] if "/" not in base else []
-    raise _missing(base, short)
+    hints = [f"Short names are {', '.join(SHORT_NAMES)}."] if "/" not in base else []
+    if hub_legal(base) and not is_weight_file(base):
+        hints.append(
+            f"There is a folder {Path(base).parent}: the repository on the Hub is written {HUB}{base}."
+        )
+    raise _missing(base, hints)

@@ -1,4 +1,4 @@
-"""What the user asked for, as one frozen value: the grammar of ``--lora`` and ``--alpha``.
+"""What the user asked for, as one frozen value: the grammar of its options.
 
 Standard library only. The one question asked of the file system is whether a text names a file whole.
 """

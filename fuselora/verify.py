@@ -1,8 +1,8 @@
 """An independent recomputation: is OUT the base plus the LoRAs, as its fused.json says?
 
-Strengths, scales, dtypes and targets come from the marker, only locations from the user. Nothing that
-plans or executes a merge is used: sums are done anew in float64 (``exact``), and scales are worked
-out from the LoRA files (``recorded``). Names are matched as a merge matches them.
+Strengths, scales, dtypes and targets come from the marker, only locations from the user. Names and rows
+are found as a merge finds them (``match``, the families); what is done with them is not: sums are anew, in
+float64 (``exact``), and scales are worked out from the LoRA files (``recorded``).
 """
 
 from __future__ import annotations

@@ -478,6 +478,15 @@ def test_the_demo_in_a_new_folder_and_again(tmp_path: Path) -> None:
     assert (folder / OUT / "fused.json").is_file()
 
 
+@pytest.mark.parametrize("stage", [(), (f"{OUT}.partial",)])
+def test_a_demo_that_was_cut_short_is_made_again(tmp_path: Path, stage: tuple[str, ...]) -> None:
+    for name in (f"{BASE}/transformer", *stage):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / HIGH).write_bytes(b"half")
+    assert run("demo", tmp_path).exit_code == 0
+    assert {path.name for path in tmp_path.iterdir()} == {BASE, OUT, HIGH, LOW}
+
+
 def test_the_demo_s_own_commands_run(tmp_path: Path) -> None:
     done = run("demo", tmp_path / "demo")
     merge, verify = re.findall(r"^  fuselora (.+)$", done.stdout, re.MULTILINE)

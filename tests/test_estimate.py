@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -96,6 +97,13 @@ def test_a_probe_measures_and_leaves_nothing(tmp_path: Path) -> None:
     assert min(found.rates.read, found.rates.write, found.rates.sha256) > 0
     assert min(found.disk, found.cores, found.digest) > 0
     assert tree(tmp_path) == before
+
+
+def test_a_base_of_less_than_a_page_is_read_too(tmp_path: Path) -> None:
+    base = write(tmp_path / "base.safetensors", {"m.weight": noise(4, 4)})
+    one = lora(tmp_path / "lora.safetensors", pair("m", noise(4, 1), noise(1, 4)))
+    found = estimate(planned(base, [one]), Means(choose("auto"), 2), tmp_path / "out")
+    assert 0 < found.rates.read < math.inf
 
 
 def test_twice_the_elements_of_a_sort_take_twice_as_long(

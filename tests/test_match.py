@@ -11,7 +11,7 @@ import pytest
 from fuselora.families import Layout
 from fuselora.families.wan import IMAGE_BRANCH
 from fuselora.lora.adapter import open_adapter
-from fuselora.match import Matching, module_glob, plain_name
+from fuselora.match import Matching, plain_name
 from fuselora.resolve import resolve_lora
 from fuselora.specs import LoraSpec
 from fuselora.synth import STYLES, Spec, base_tensors, lora_tensors, tiny, write_lora
@@ -484,26 +484,6 @@ def test_each_expert_gets_the_modules_that_name_it(tmp_path: Path) -> None:
 )
 def test_plain_name(module: str, plain: str) -> None:
     assert plain_name(module) == plain
-
-
-@pytest.mark.parametrize(
-    ("pattern", "means"),
-    [
-        ("diffusion_model.blocks.0.q", True),
-        ("blocks.0.q", True),
-        ("blocks.*", True),
-        ("*.q", True),
-        ("*", True),
-        ("blocks.?.q", True),
-        ("blocks.[0-3].q", True),
-        ("BLOCKS.0.Q", False),
-        ("blocks.0", False),
-        ("0.q", False),
-        ("", False),
-    ],
-)
-def test_a_glob_means_a_module_with_or_without_its_prefix(pattern: str, means: bool) -> None:
-    assert module_glob("diffusion_model.blocks.0.q", pattern) is means
 
 
 def test_an_adapter_folder_s_names(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class Seen:
         return self.out.getvalue() + self.err.getvalue()
 
     def document(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.out.getvalue())
+        found: dict[str, Any] = json.loads(self.out.getvalue(), parse_constant=pytest.fail)
         return found
 
 

@@ -188,6 +188,14 @@ def test_a_lora_file_is_only_located(name: str, here: Path) -> None:
     assert resolve_lora(spec) == LoraLocation(spec, Path(name), name, None)
 
 
+def test_a_folder_called_as_the_owner_says_how_the_hub_is_meant(here: Path) -> None:
+    (here / "owner").mkdir()
+    with pytest.raises(InputError) as caught:
+        resolve_base("owner/name")
+    wanted = "There is a folder owner: the repository on the Hub is written hf://owner/name."
+    assert caught.value.hint == wanted
+
+
 def test_a_home_folder_is_expanded(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(here))
     (here / "x.safetensors").touch()

@@ -116,7 +116,7 @@ class CheckReport:
     @property
     def ok(self) -> bool:
         """Fused, whole, and with none of the LoRAs asked about."""
-        return self.fused and self.whole and not self.already_fused
+        return self.whole and not self.already_fused
 
     def lines(self, folder: Path) -> Iterator[str]:
         """The report as text: the state of ``folder``, what does not hold, and what is fused in it."""

@@ -6,7 +6,7 @@ A new spelling is a row in its kind's ``suffixes``; a kind that is not fused is 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -151,12 +151,3 @@ def _strip(module: str) -> tuple[str, str | None] | None:
         if module.startswith(prefix):
             return module[len(prefix) :], None
     return None
-
-
-def glob_of(modules: Sequence[str]) -> str:
-    """One glob for all of them: what their names begin with, up to the end of a word. At least one name."""
-    first, last = min(modules), max(modules)
-    if first == last:
-        return first
-    same = next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
-    return re.sub(r"(?<=[._])[^._]*$", "", first[:same]) + "*"

@@ -6,7 +6,7 @@ fused where comes from the marker, and LoRAs are compared by content, so a renam
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,7 +19,6 @@ from fuselora.marker import FILE_NAME, FINGERPRINT_KEY, LoraRecord, Marker, read
 from fuselora.reading import named_path, real_path
 
 Policy = Literal["distill_lora", "dynamic_lora"]
-DEFAULTS: Mapping[Policy, str] = {"distill_lora": "refuse", "dynamic_lora": "allow"}
 LOST_HINT = "Copy the whole folder again, fused.json included, or serve it without a LoRA."
 
 
@@ -195,7 +194,7 @@ def _compared_lines(one: _Compared) -> list[str]:
 def _by_policy(marker: Marker, start: StartUp, compared: Sequence[_Compared], policy: Policy) -> Admission:
     """What the marker says about LoRAs that it does not list."""
     names = ", ".join(lora.name for lora in start.loras)
-    value = _policy(marker, policy)
+    value = marker.policy[policy]
     if value not in ("allow", "warn"):
         known = "" if value == "refuse" else ", which this fuselora does not know"
         what = f"is fused already, and {policy} in the policy of its marker is {short(value)}{known}:"
@@ -203,11 +202,6 @@ def _by_policy(marker: Marker, start: StartUp, compared: Sequence[_Compared], po
     line = f"{_held(marker, start)}; its policy lets {names} be added"
     unknown = [f"{one.lora.name} was not compared: {one.unknown}" for one in compared if one.unknown]
     return Admission(one_line("; ".join([line, *unknown])), warning=bool(unknown) or value == "warn")
-
-
-def _policy(marker: Marker, policy: Policy) -> object:
-    values = marker.raw.get("policy", {})
-    return values.get(policy, DEFAULTS[policy]) if isinstance(values, Mapping) else values
 
 
 def _refusal(start: StartUp, what: str, *lines: str) -> AlreadyFused:
