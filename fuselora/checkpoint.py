@@ -246,7 +246,7 @@ def _refuse_unrecordable(root: Path, component: Component) -> None:
     for path in [*paths, component.index] if component.index else paths:
         if NOT_IN_PATHS.search(str(path)):
             where = root if root.is_file() else root / path
-            _fault(where, "has a name that fused.json cannot record", hint="Rename it.")
+            raise CheckpointError.about(where, "has a name that fused.json cannot record", hint="Rename it.")
 
 
 def _marker_of(root: Path) -> Marker | None:
@@ -332,7 +332,9 @@ def _index_file(folder: Path, variant: str | None) -> Path | None:
     found = sorted(path for path in folder.iterdir() if path.name.endswith(suffix))
     if len(found) > 1:
         names = ", ".join(path.name for path in found)
-        _fault(folder, f"has several indexes ({names}) and no way to tell which one counts")
+        raise CheckpointError.about(
+            folder, f"has several indexes ({names}) and no way to tell which one counts"
+        )
     return found[0] if found else None
 
 
@@ -346,11 +348,11 @@ def _unindexed_shards(folder: Path, variant: str | None) -> tuple[Header, ...]:
         listed = ", ".join(path.name for path in files[:6])
         count = f"{len(files)} weight files that are" if len(files) > 1 else "a weight file that is"
         what = f"has no index and holds {count} not one whole set: {listed}"
-        _fault(folder, what, hint="Name the file to fuse into, or restore the index.")
+        raise CheckpointError.about(folder, what, hint="Name the file to fuse into, or restore the index.")
     shards = tuple(read_header(path) for path in files)
     names = [tensor.name for shard in shards for tensor in shard.tensors]
     if twice := _first_repeated(names):
-        _fault(folder, f"holds the tensor {twice!r} in two files and has no index")
+        raise CheckpointError.about(folder, f"holds the tensor {twice!r} in two files and has no index")
     return shards
 
 
@@ -370,7 +372,7 @@ def _no_weights(folder: Path, variant: str | None) -> NoReturn:
     hint = f"It holds {', '.join(others[:4])}." if others else None
     if offered and not variant:
         hint = f"Say which variant with --variant: {', '.join(offered)}."
-    _fault(folder, f"holds no {what}", hint=hint)
+    raise CheckpointError.about(folder, f"holds no {what}", hint=hint)
 
 
 def _first_repeated(names: Sequence[str]) -> str | None:
@@ -409,7 +411,3 @@ def _models(
 def _with_role(component: Component, n_components: int, family: Family | None) -> Component:
     roles = family.experts if family and n_components > 1 else {}
     return replace(component, role=roles.get(component.name, "single"))
-
-
-def _fault(where: Path, what: str, *, hint: str | None = None, **facts: object) -> NoReturn:
-    raise CheckpointError(f"{where}: {what}", hint=hint, path=str(where), **facts)

@@ -8,7 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from typing_extensions import Self
 
 
 class FuseloraError(Exception):
@@ -28,6 +33,11 @@ class FuseloraError(Exception):
         super().__init__(self.message)
         self.hint = hint
         self.facts: Mapping[str, object] = facts
+
+    @classmethod
+    def about(cls, path: Path, what: str, *, hint: str | None = None, **facts: object) -> Self:
+        """An error whose message begins with a file or folder, which is the fact ``path``."""
+        return cls(f"{path}: {what}", hint=hint, path=str(path), **facts)
 
     @property
     def lines(self) -> tuple[str, ...]:

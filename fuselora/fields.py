@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from fuselora.errors import MarkerError
 from fuselora.escape import short
-from fuselora.jsonfile import MAX_DEPTH, is_crowded, is_nested
+from fuselora.jsonfile import MAX_DEPTH, exact_json, is_crowded, is_nested
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -114,7 +113,7 @@ def parse(text: bytes, source: str) -> Fields:
     if is_crowded(text):
         broken(source, "is crowded: it holds more values than any marker does")
     try:
-        document = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        document = exact_json(text)
     except (ValueError, RecursionError) as error:
         broken(source, f"is not valid JSON in UTF-8: {error}")
     if not isinstance(document, dict):
@@ -127,14 +126,3 @@ def parse(text: bytes, source: str) -> Fields:
 def broken(source: str, what: str, hint: str = HINT, **facts: object) -> NoReturn:
     """Raise ``MarkerError`` about the file ``source``."""
     raise MarkerError(f"{source}: {what}", hint=hint, path=source, **facts)
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name appears twice in one object")
-    return found
-
-
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")

@@ -18,6 +18,7 @@ from typing import BinaryIO, NoReturn, cast
 
 from fuselora.errors import FormatError, InputError
 from fuselora.escape import short
+from fuselora.jsonfile import exact_json
 from fuselora.reading import State, changed, is_regular, reading, state
 
 DTYPE_BITS: Mapping[str, int] = {
@@ -210,24 +211,12 @@ def _parse(path: Path, text: bytes) -> tuple[tuple[TensorInfo, ...], Mapping[str
 
 def _json_object(path: Path, text: bytes) -> dict[str, object]:
     try:
-        # Decoded here: json itself would take UTF-16, and UTF-8 that is not valid.
-        document = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        document = exact_json(text)
     except (ValueError, RecursionError) as error:
         _broken(path, f"has a broken header: {error}")
     if not isinstance(document, dict):
         _broken(path, "has a header that is not a JSON object")
     return document
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise ValueError(f"the name {short(name)} appears twice")
-            seen.add(name)
-    return found
 
 
 def _check_text(path: Path, texts: Iterable[str]) -> None:
@@ -236,10 +225,6 @@ def _check_text(path: Path, texts: Iterable[str]) -> None:
         "".join(texts).encode("utf-8")
     except UnicodeEncodeError:
         _broken(path, "has a name or metadata that is not Unicode text: half of a surrogate pair")
-
-
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")
 
 
 def _tensor(path: Path, name: str, entry: object) -> TensorInfo:

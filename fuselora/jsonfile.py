@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from fuselora.errors import FormatError
+from fuselora.escape import short
 from fuselora.reading import is_regular, start_of
 
 if TYPE_CHECKING:
@@ -44,6 +45,15 @@ def object_in(text: str | bytes) -> dict[str, object] | None:
     return document if isinstance(document, dict) and not is_nested(document) else None
 
 
+def exact_json(text: bytes) -> object:
+    """JSON to the letter, in UTF-8: no name twice in an object, no NaN.
+
+    Raises ``ValueError``, and ``RecursionError`` for what is nested too deep.
+    """
+    # json itself would take UTF-16, and UTF-8 that is not valid
+    return json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+
+
 def is_crowded(raw: bytes) -> bool:
     """Whether it may hold so many values that they would need far more memory than the text does."""
     return sum(map(raw.count, (b",", b"[", b"{"))) > MAX_VALUES
@@ -57,6 +67,21 @@ def is_nested(document: object) -> bool:
         if not level:
             return False
     return True
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"the name {short(name)} appears twice")
+            seen.add(name)
+    return found
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
 
 
 def _inside(value: object) -> list[object]:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path, PurePath, PurePosixPath
-from typing import NoReturn
 
 from fuselora.errors import CheckpointError
 from fuselora.header import Header, read_header
@@ -40,11 +39,13 @@ def indexed_shards(index: Path) -> tuple[tuple[Header, ...], Mapping[str, object
     held = {(tensor.name, shard.path.name) for shard in shards for tensor in shard.tensors}
     for name, file in weight_map.items():
         if (name, file) not in held:
-            _fault(index, f"says that {file} holds the tensor {name!r}, but it does not", tensor=name)
+            raise CheckpointError.about(
+                index, f"says that {file} holds the tensor {name!r}, but it does not", tensor=name
+            )
     for shard in shards:
         for tensor in shard.tensors:
             if weight_map.get(tensor.name) != shard.path.name:
-                _fault(
+                raise CheckpointError.about(
                     shard.path, f"holds the tensor {tensor.name!r}, which {index.name} does not place there"
                 )
     metadata = document.get("metadata")
@@ -59,10 +60,12 @@ def shard_names(index: Path) -> tuple[str, ...]:
 def _weight_map(index: Path, document: Mapping[str, object]) -> dict[str, str]:
     entries = document.get("weight_map")
     if not isinstance(entries, dict) or not entries:
-        _fault(index, "has no weight_map")
+        raise CheckpointError.about(index, "has no weight_map")
     for name, file in entries.items():
         if not isinstance(file, str) or not file or file != PurePosixPath(file).name or file in (".", ".."):
-            _fault(index, f"places the tensor {name!r} in {file!r}, which is no file name in this folder")
+            raise CheckpointError.about(
+                index, f"places the tensor {name!r} in {file!r}, which is no file name in this folder"
+            )
     return entries
 
 
@@ -72,9 +75,7 @@ def _shard(index: Path, name: str) -> Header:
     with suppress(OSError):  # a name too long to be one
         there = path.is_file()
     if not there:
-        _fault(index, f"names {name}, which is not in the folder", hint="Fetch the missing shard again.")
+        raise CheckpointError.about(
+            index, f"names {name}, which is not in the folder", hint="Fetch the missing shard again."
+        )
     return read_header(path)
-
-
-def _fault(where: Path, what: str, *, hint: str | None = None, **facts: object) -> NoReturn:
-    raise CheckpointError(f"{where}: {what}", hint=hint, path=str(where), **facts)

@@ -73,7 +73,7 @@ def open_skeleton(location: BaseLocation) -> Skeleton:
     root = location.path
     with reading(root):
         if not root.is_dir():
-            _fault(root, "is not a folder; a skeleton is a diffusers pipeline's folder")
+            raise CheckpointError.about(root, "is not a folder; a skeleton is a diffusers pipeline's folder")
         if not (root / INDEX).is_file():
             _no_pipeline(root)
         read_marker(root)
@@ -83,7 +83,9 @@ def open_skeleton(location: BaseLocation) -> Skeleton:
         for name in PIPELINE_COMPONENTS:
             if name not in classes and (root / name).is_dir():
                 hint = "Engines go by the one or the other: remove the folder or restore the entry."
-                _fault(root / INDEX, f"does not name {name}, and there is a folder {name}", hint=hint)
+                raise CheckpointError.about(
+                    root / INDEX, f"does not name {name}, and there is a folder {name}", hint=hint
+                )
         configs = {name: _config(root / name / CONFIG) for name in models}
     class_name = document.get("_class_name")
     return Skeleton(
@@ -99,9 +101,11 @@ def open_skeleton(location: BaseLocation) -> Skeleton:
 def _no_pipeline(root: Path) -> NoReturn:
     above = root.absolute().parent
     if (above / INDEX).is_file():
-        _fault(root, f"is a component, not a pipeline: it has no {INDEX}", hint=f"Name {above}.")
+        raise CheckpointError.about(
+            root, f"is a component, not a pipeline: it has no {INDEX}", hint=f"Name {above}."
+        )
     hint = "A skeleton is a diffusers pipeline; its transformers may lack their weights, not their configs."
-    _fault(root, f"is no diffusers pipeline: it has no {INDEX}", hint=hint)
+    raise CheckpointError.about(root, f"is no diffusers pipeline: it has no {INDEX}", hint=hint)
 
 
 def _classes(path: Path, document: Mapping[str, object]) -> dict[str, str]:
@@ -110,7 +114,9 @@ def _classes(path: Path, document: Mapping[str, object]) -> dict[str, str]:
     for name, entry in document.items():
         if isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, str) for part in entry):
             if name != PurePosixPath(name).name or name in ("", "..", "."):
-                _fault(path, f"names the component {name!r}, which can be no folder's name")
+                raise CheckpointError.about(
+                    path, f"names the component {name!r}, which can be no folder's name"
+                )
             found[name] = entry[1]
     return found
 
@@ -118,9 +124,7 @@ def _classes(path: Path, document: Mapping[str, object]) -> dict[str, str]:
 def _config(path: Path) -> dict[str, object]:
     if not path.is_file():
         what = "is not there; a skeleton has the config.json of each transformer"
-        _fault(path, what, hint="Fetch the pipeline again; its transformers' weights are not needed.")
+        raise CheckpointError.about(
+            path, what, hint="Fetch the pipeline again; its transformers' weights are not needed."
+        )
     return read_json(path)
-
-
-def _fault(where: Path, what: str, *, hint: str | None = None) -> NoReturn:
-    raise CheckpointError(f"{where}: {what}", hint=hint, path=str(where))

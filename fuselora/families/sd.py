@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from fuselora.families.family import Family
 from fuselora.families.few_step import FewStep
-from fuselora.families.kin import Kin, Measure
+from fuselora.families.kin import Kin
 from fuselora.families.renames import Renames
-from fuselora.families.unet import names, sgm_rows
-
-TEXT = "attentions.{n}.transformer_blocks.{n}.attn2.to_k.weight"  # its columns are the text encoder's width
-MID_TEXT = "mid_block.attentions.0.transformer_blocks.0.attn2.to_k.weight"
+from fuselora.families.unet import MEASURES, MID_TEXT, names, sgm_rows
 
 
 def _kin(*models: str, text: int, channels: int = 4) -> Kin:
@@ -35,14 +32,7 @@ SD = Family(
         _kin("SD-2.0", "SD-2.1", text=1024),
         _kin("SD-2.0-inpainting", text=1024, channels=9),
     ),
-    measures=(
-        Measure("in_channels", ("conv_in.weight", 1), {1: ("conv_in.weight",)}),
-        Measure(
-            "text_dim",
-            (MID_TEXT, 1),
-            {1: tuple(f"{block}.{TEXT}" for block in ("down_blocks.{n}", "mid_block", "up_blocks.{n}"))},
-        ),
-    ),
+    measures=MEASURES,
     few_step=(
         FewStep(
             name="Hyper-SD15 CFG",

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from fuselora.families.family import Family
 from fuselora.families.few_step import FewStep
-from fuselora.families.kin import Kin, Measure
+from fuselora.families.kin import Kin
 from fuselora.families.renames import Renames
-from fuselora.families.unet import names, sgm_rows
+from fuselora.families.unet import MEASURES, MID_TEXT, names, sgm_rows
 
 ADDED = (
     ("label_emb.0.0", "add_embedding.linear_1"),
     ("label_emb.0.2", "add_embedding.linear_2"),
 )
-MID_TEXT = "mid_block.attentions.0.transformer_blocks.0.attn2.to_k.weight"  # its columns are the text's width
 
 
 SDXL = Family(
@@ -48,19 +47,7 @@ SDXL = Family(
             },
         ),
     ),
-    measures=(
-        Measure("in_channels", ("conv_in.weight", 1), {1: ("conv_in.weight",)}),
-        Measure(
-            "text_dim",
-            (MID_TEXT, 1),
-            {
-                1: tuple(
-                    f"{b}.attentions.{{n}}.transformer_blocks.{{n}}.attn2.to_k.weight"
-                    for b in ("down_blocks.{n}", "mid_block")
-                )
-            },
-        ),
-    ),
+    measures=MEASURES,
     few_step=(
         FewStep(
             name="SDXL-Lightning",

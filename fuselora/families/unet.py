@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from fuselora.families.kin import Measure
+
 RESNET = (
     ("in_layers.0", "norm1"),
     ("in_layers.2", "conv1"),
@@ -22,6 +24,16 @@ ENDS = (
     ("input_blocks.0.0", "conv_in"),
     ("out.0", "conv_norm_out"),
     ("out.2", "conv_out"),
+)
+TEXT = "attentions.{n}.transformer_blocks.{n}.attn2.to_k.weight"  # its columns are the text encoder's width
+MID_TEXT = "mid_block.attentions.0.transformer_blocks.0.attn2.to_k.weight"
+MEASURES = (
+    Measure("in_channels", ("conv_in.weight", 1), {1: ("conv_in.weight",)}),
+    Measure(
+        "text_dim",
+        (MID_TEXT, 1),
+        {1: tuple(f"{block}.{TEXT}" for block in ("down_blocks.{n}", "mid_block", "up_blocks.{n}"))},
+    ),
 )
 LAYERS = 2  # resnets in a level on the way down; one more on the way up
 
