@@ -28,6 +28,7 @@ from fuselora.specs import (
     parse_block,
     parse_layout,
     parse_lora,
+    place,
 )
 from fuselora.streams import fill_gaps, tolerant, tolerate
 
@@ -91,7 +92,7 @@ def path(text: str | Path) -> Path:
     """What an option names; an empty text, such as a variable that is not set, is not the current folder."""
     if text == "":
         raise typer.BadParameter(EMPTY_PATH)
-    return Path(text)
+    return place(text)
 
 
 class DtypeChoice(str, Enum):

@@ -36,7 +36,7 @@ TASKS = re.compile(r"(?<![a-z])[ti]2v(?![a-z])", re.IGNORECASE)
 # What no quantisation made, and nothing is added to.
 UNFUSABLE: Mapping[str, str] = {"F64": "float64", "C64": "complex", "BOOL": "boolean"}
 DOUBTFUL = ("other_family", "task_name", "swapped_name")  # codes of notices
-FLOAT32_MAX = 3.4028234663852886e38
+FLOAT32_MAX, FLOAT32_TINY = 3.4028234663852886e38, 2.0**-126
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +203,10 @@ def _no_effect_notices(matching: Matching) -> Iterator[Notice]:
 
 
 def _scale_faults(matching: Matching) -> Iterator[Fault]:
-    """Sums are float32: a scale beyond it would be infinite."""
+    """Sums are float32: a scale beyond it would be infinite, a subnormal one loses digits, down to 0."""
     for hit in matching.hits:
         scale = hit.scale(matching.assignment.strength)
-        if abs(scale) > FLOAT32_MAX:
+        if abs(scale) > FLOAT32_MAX or 0 < abs(scale) < FLOAT32_TINY:
             text = f"{hit.module.name}: the scale {scale:g} does not fit float32"
             yield Fault("scale", text, path=matching.assignment.adapter.name, key=hit.module.name)
 

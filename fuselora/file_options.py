@@ -46,8 +46,13 @@ def in_layouts(locations: Sequence[LoraLocation], options: Sequence[LayoutSpec])
 def misdirected(
     locations: Sequence[LoraLocation], options: Sequence[FileOption], name: str
 ) -> Iterator[Fault]:
-    """Options, called ``name``, that are for no LoRA, or could be for several."""
+    """Options, called ``name``, that are for no LoRA, could be for several, or are given again."""
+    given_for: set[str | None] = set()
     for option in options:
+        if option.source in given_for:
+            whose = option.source or "all LoRAs"
+            yield Fault("repeated", f"{name} is given twice for {whose}", hint="Give it once.")
+        given_for.add(option.source)
         sources = _sources_meant(option, locations)
         if not sources:
             given = " or ".join(dict.fromkeys(at.spec.source for at in locations))

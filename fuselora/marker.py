@@ -105,10 +105,20 @@ class LoraRecord:
 
     @property
     def adds(self) -> bool:
-        """Whether anything of it is in the weights: not at strength 0, nor where all was left out."""
+        """Whether anything of it is in the weights: not at scale 0, nor where all was left out."""
         applied = self.raw.get("applied")
-        nothing = isinstance(applied, Mapping) and bool(applied) and not any(applied.values())
+        counts = [n for n in applied.values() if isinstance(n, int)] if isinstance(applied, Mapping) else []
+        nothing = bool(counts) and sum(counts) == self._n_at_zero
         return self.strength != 0 and not nothing
+
+    @property
+    def _n_at_zero(self) -> int:
+        """How many modules have an alpha of 0."""
+        entries = self.raw.get("scales")
+        groups = entries if isinstance(entries, list) else []
+        zero = (group for group in groups if isinstance(group, Mapping) and group.get("scale") == 0)
+        modules = (group.get("modules") for group in zero)
+        return sum(len(names) for names in modules if isinstance(names, list))
 
     @property
     def text(self) -> str:

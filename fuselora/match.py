@@ -25,6 +25,7 @@ from fuselora.lora.adapter import Module
 from fuselora.lora.grammar import Spelling, spellings
 from fuselora.lora.scale import Alpha
 from fuselora.name_table import Home, NameTable, flatten, name_table
+from fuselora.plural import many
 from fuselora.targets import Assignment, named_component
 from fuselora.text_encoders import MEANINGS, ties_head
 from fuselora.widening import widened
@@ -136,9 +137,10 @@ class Matching:
 
 def match(assignment: Assignment, family: Family | None, layout: Layout | None) -> Matching:
     """Find every module's tensors. Shapes are checked exactly; nothing is reshaped or broadcast."""
+    is_linear = assignment.component.is_text_encoder or family is not None
     family = None if assignment.component.is_text_encoder else family
     table = name_table(assignment.component, family, layout)
-    modules = assignment.modules
+    modules = tuple(map(_of_linear, assignment.modules)) if is_linear else assignment.modules
     if unknown := _unknown_layout(assignment, family):
         return Matching(assignment, (), (), (), (unknown,), ())
     orders = _lora_orders(table, assignment, family)
@@ -156,9 +158,15 @@ def match(assignment: Assignment, family: Family | None, layout: Layout | None) 
     hits = [widened(hit, assignment.component, family, layout) for hit in hits]
     faults += _shape_faults(assignment, hits, table) + _double_faults(assignment, hits, family)
     faults += _stray_alphas(assignment, modules)
-    notices = tuple(_orphan_notices(assignment, modules))
+    notices = (*_orphan_notices(assignment, modules), *_linear_notices(assignment, modules))
     order = search.order_that_counts(orders)
     return Matching(assignment, tuple(hits), skipped, unmatched, tuple(faults), notices, order)
+
+
+def _of_linear(module: Module) -> Module:
+    """As PEFT has it: ``fan_in_fan_out`` is for transformers' ``Conv1D``, and reset for linear layers."""
+    turned = any(kind.name == "transposed" for kind in module.kinds)
+    return replace(module, settings=replace(module.settings, transposed=False)) if turned else module
 
 
 def plain_name(module: str) -> str:
@@ -486,6 +494,15 @@ def _stray_alphas(assignment: Assignment, modules: Sequence[Module]) -> Iterator
         if module.parts.keys() <= ALPHAS and owner_name:
             text = f"{module.name}: an alpha for {owner_name}, which is spelled otherwise in the same file"
             yield Fault("alpha", text, path=assignment.adapter.name, key=module.name)
+
+
+def _linear_notices(assignment: Assignment, modules: Sequence[Module]) -> Iterator[Notice]:
+    n_turned = sum(ours is not theirs for ours, theirs in zip(modules, assignment.modules, strict=True))
+    if n_turned:
+        name = assignment.adapter.name
+        what = f"says fan_in_fan_out of {many(n_turned, 'linear layer')} of {assignment.component.name}"
+        text = f"{name}: {what}: as PEFT loads it, nothing is transposed"
+        yield Notice("fan_in_fan_out", text, {"lora": name, "modules": n_turned})
 
 
 def _orphan_notices(assignment: Assignment, modules: Sequence[Module]) -> Iterator[Notice]:

@@ -6,8 +6,9 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timezone
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,7 @@ from fuselora.specs import (
     parse_block,
     parse_layout,
     parse_lora,
+    place,
 )
 from fuselora.targets import assign, encoders_named
 from fuselora.twins import twin_faults
@@ -102,6 +104,7 @@ def request(
     **options: object,
 ) -> Request:
     """The arguments of a library call as one value. Raises ``UsageError`` or ``Refused``."""
+    _refuse_unknown(options)
     specs = tuple(spec for lora in _several(loras) for spec in _specs(lora))
     if not specs:
         raise UsageError("no LoRA was given", hint="Give at least one --lora FILE.")
@@ -113,11 +116,8 @@ def request(
         options["skeleton"] = str(options["skeleton"])
     if out == "":
         raise UsageError(EMPTY_PATH, hint="Give out a folder, or leave it away.")
-    where = Path(out) if out is not None else None
-    try:
-        return Request(base=str(base), loras=specs, out=where, **options)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise UsageError(f"unknown option: {error}") from error
+    where = place(out) if out is not None else None
+    return Request(base=str(base), loras=specs, out=where, **options)  # type: ignore[arg-type]
 
 
 def plan_request(asked: Request, progress: Progress) -> FusePlan:
@@ -257,6 +257,15 @@ def _refuse(faults: Iterable[Fault]) -> None:
     found = tuple(faults)
     if found:
         raise Refused(found)
+
+
+def _refuse_unknown(options: Iterable[str]) -> None:
+    known = [field.name for field in fields(Request)]
+    for name in options:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"Did you mean {close[0]}?" if close else f"There are {', '.join(known)}."
+            raise UsageError(f"there is no option {name}", hint=hint)
 
 
 def _several(value: object) -> Iterable[object]:

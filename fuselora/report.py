@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import sys
 import time
 from collections import Counter
@@ -404,7 +405,10 @@ def _console(stream: Tolerant) -> Console:
     """Plain text where NO_COLOR is set. What is no terminal has no width unless COLUMNS says so."""
     colors: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
     is_log = not stream.isatty()
-    width = LOG_WIDTH if is_log and "COLUMNS" not in os.environ else None
+    said = os.environ.get("COLUMNS", "")
+    width = None
+    if not said.strip("0"):  # 0 columns are what a terminal says that does not know
+        width = LOG_WIDTH if is_log else shutil.get_terminal_size().columns if said else None
     return Console(
         file=cast("TextIO", stream), highlight=False, soft_wrap=is_log, color_system=colors, width=width
     )

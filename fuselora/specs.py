@@ -194,6 +194,12 @@ def local_path(text: str) -> Path | None:
     return None
 
 
+def place(text: str | Path) -> Path:
+    """Where ``text`` is or is to be: ``~`` expanded, unless something here is called so."""
+    path = Path(text)
+    return path if not path.parts or Path(path.parts[0]).exists() else _expanded(str(path))
+
+
 def local_exists(text: str) -> bool:
     """Whether ``text`` names a file or folder on this machine."""
     return local_path(text) is not None

@@ -143,10 +143,9 @@ def test_an_option_for_one_file_beats_the_one_for_all(tmp_path: Path, order: int
     assert found.faults == ()
 
 
-def test_a_second_option_for_the_same_files_applies_to_nothing(tmp_path: Path) -> None:
+def test_a_second_option_for_the_same_files_is_refused(tmp_path: Path) -> None:
     found = on(tmp_path, BASE, pair(Q), alphas=(AlphaSpec(2.0), AlphaSpec(4.0)))
-    assert alphas(found) == [(2.0, "option")]
-    assert "--alpha 4 applies to no module" in only(found.faults).message
+    assert only(found.faults).message == "--alpha is given twice for all LoRAs"
 
 
 def test_each_expert_s_alpha_in_the_header(tmp_path: Path) -> None:

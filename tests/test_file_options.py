@@ -57,12 +57,18 @@ def test_who_is_not(given: list[tuple[str, str]], said: str, fault: str, hint: s
 
 
 def test_one_named_counts_before_one_for_all() -> None:
-    options = [AlphaSpec(1.0), AlphaSpec(2.0, "d"), AlphaSpec(3.0), AlphaSpec(4.0, "d")]
-    found = option_of_each([at(*FOLDER), at(*FILE)], options)
+    found = option_of_each([at(*FOLDER), at(*FILE)], [AlphaSpec(1.0), AlphaSpec(2.0, "d")])
     assert {source: option.alpha for source, option in found.items()} == {
         "/x/d": 2.0,
         "/y/a.safetensors": 1.0,
     }
+
+
+@pytest.mark.parametrize(("source", "whose"), [(None, "all LoRAs"), ("d", "d")])
+def test_one_that_is_given_twice(source: str | None, whose: str) -> None:
+    options = [AlphaSpec(1.0, source), AlphaSpec(2.0, source)]
+    (found,) = misdirected([at(*FOLDER)], options, "--alpha")
+    assert (found.kind, found.message) == ("repeated", f"--alpha is given twice for {whose}")
 
 
 def test_a_layout_that_a_spec_has_stays_where_no_option_says_another() -> None:

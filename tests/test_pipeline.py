@@ -566,6 +566,7 @@ def test_two_experts_of_which_one_is_gone(inputs: Inputs, tmp_path: Path) -> Non
         ({"jobs": 0}, "jobs is 0"),
         ({"jobs": -1}, "jobs is -1"),
         ({"jobs": "2"}, "jobs is '2'"),
+        ({"alpha": ["3"]}, "there is no option alpha"),
         ({"alphas": ["eight"]}, "eight"),
         ({"revision": "main"}, "--revision 'main'"),
     ],
@@ -597,6 +598,20 @@ def test_a_request_as_a_library_call_writes_it() -> None:
         alphas=(AlphaSpec(8.0, "y"), AlphaSpec(1.0)),
         allow_unmatched=("t.*",),
     )
+
+
+def test_an_unknown_option_says_which_was_meant() -> None:
+    with pytest.raises(UsageError) as caught:
+        request("b", "x", lora_layout="native")
+    assert caught.value.hint == "Did you mean lora_layouts?"
+
+
+def test_out_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert request("b", "x", "~/out").out == tmp_path / "out"
+    (tmp_path / "~").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert request("b", "x", "~/out").out == Path("~/out")
 
 
 def test_one_value_is_a_list_of_one() -> None:

@@ -152,6 +152,14 @@ def test_a_pipe_gets_whole_lines_and_no_escapes(seen: Callable[..., Seen], run: 
     assert "…" not in piped.both
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_0_columns_are_none_said(seen: Callable[..., Seen], run: Run, terminal: bool) -> None:
+    made, other = (seen(terminal=terminal, columns=columns) for columns in (0, 80 if terminal else None))
+    for one in (made, other):
+        one.reporter.plan(run.planned)
+    assert made.both == other.both != ""
+
+
 @pytest.mark.parametrize("name", REPORTS)
 def test_a_log_has_whole_rows_and_no_blanks_at_their_ends(
     seen: Callable[..., Seen], run: Run, name: str

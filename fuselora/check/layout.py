@@ -23,8 +23,11 @@ SKIPPED = (
 def layout_note(folder: Path, marker: Marker) -> str | None:
     """Why they do not, in a line; None for a pipeline, and for what was never to be one: a single file."""
     base = marker.raw.get("base")
-    if not isinstance(base, Mapping) or len(marker.files) == 1 or (folder / "model_index.json").exists():
+    converted = marker.layout is not None
+    if not isinstance(base, Mapping) or (folder / "model_index.json").exists():
         return None
-    if base.get("layout") == "native" and marker.layout is None:
+    if len(marker.files) == 1 and not converted:
+        return None
+    if base.get("layout") == "native" and not converted:
         return NATIVE
-    return SKIPPED if base.get("pipeline_class") else None
+    return SKIPPED if converted or base.get("pipeline_class") else None

@@ -23,6 +23,7 @@ from tests.cases.builders import (
     Q,
     assert_filled,
     base_of,
+    command,
     full,
     fuse,
     merge,
@@ -269,7 +270,9 @@ def test_B13_a_truth_value_is_no_number(tmp_path: Path) -> None:
 
 def test_B13_an_alpha_of_0_is_0(tmp_path: Path) -> None:
     base = std_base(tmp_path / "base")
-    fused = fuse(base, save(tmp_path / "x.safetensors", std_pair(16, alpha=0.0)))
+    lora = save(tmp_path / "x.safetensors", std_pair(16, alpha=0.0))
+    fused = fuse(base, lora)
+    assert command("check", fused.out, "--lora", lora).exit_code == 0  # nothing would be added twice
     assert same_bytes(fused.tensors()[Q], full(4, 4))
     assert fused.lora["alpha"] == {"source": "tensor", "values": [0.0]}
     assert verify(fused.out, base=base, loras=[tmp_path / "x.safetensors"]).findings == ()

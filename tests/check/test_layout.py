@@ -50,6 +50,13 @@ def test_a_converted_one_is(native: Path, lora: Path, tmp_path: Path) -> None:
     assert check(out).note is None
 
 
+def test_a_converted_one_without_the_rest_is_not(native: Path, lora: Path, tmp_path: Path) -> None:
+    skeleton = write_skeleton(tmp_path / "skeleton", T2V, experts=True)
+    out = tmp_path / "out"
+    merge(native, [f"high={lora}"], out, layout="diffusers", skeleton=str(skeleton), assets="skip")
+    assert check(out).note == SKIPPED
+
+
 def test_a_pipeline_without_the_rest_is_loaded_once_that_is_there(lora: Path, tmp_path: Path) -> None:
     base = write_pipeline(tmp_path / "base", T2V, experts=True)
     assert check(merge(base, [f"high={lora}"], tmp_path / "whole").out).note is None

@@ -76,6 +76,7 @@ def assert_merged(done: subprocess.CompletedProcess[bytes], out: Path, wanted: M
     """It ended well, said so plainly, and OUT holds what it should, with nothing beside it."""
     assert done.returncode == 0, done.stderr
     assert b"Traceback" not in done.stderr and b"Warning" not in done.stderr, done.stderr
+    assert done.stdout.strip()
     assert tree(out) == wanted
     assert [path.name for path in out.parent.iterdir() if path.name.startswith(out.name)] == [out.name]
 

@@ -17,6 +17,7 @@ VARIABLES = {
     "folders of no name": dict.fromkeys(FOLDERS, ""),
     "a narrow terminal": {"COLUMNS": "1", "LINES": "1", "FORCE_COLOR": "1", "TERM": "xterm"},
     "an impossible terminal": {"COLUMNS": "-3", "LINES": "x", "FORCE_COLOR": "1", "TERM": "dumb"},
+    "a terminal that does not know its size": {"COLUMNS": "0", "LINES": "0"},
     "no colour and much room": {"COLUMNS": "9999999999", "NO_COLOR": "1"},
     "another clock and language": {"TZ": "Asia/Kathmandu", "LC_ALL": "xx_YY.none"},
     "no clock": {"TZ": ":/dev/null", "LC_ALL": "C"},

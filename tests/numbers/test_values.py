@@ -198,6 +198,24 @@ def test_a_scale_that_overflows_is_refused(tmp_path: Path, alpha: float, says: s
     refused(tmp_path, {}, one, "a", says)
 
 
+@pytest.mark.parametrize("alpha", [1e-38, -1e-40, 1e-300])
+def test_a_scale_that_underflows_is_refused(tmp_path: Path, alpha: float) -> None:
+    """Large factors make even such a delta a large one, and float32 has too few digits of the scale."""
+    one = {
+        **pair("a", torch.full((4, 1), 1e19), torch.full((1, 4), 1e19)),
+        "a.alpha": torch.tensor(alpha, dtype=F64),
+    }
+    refused(tmp_path, {}, one, "a", "does not fit float32")
+
+
+def test_the_smallest_scale_is_right(tmp_path: Path) -> None:
+    one = {
+        **pair("a", torch.full((4, 1), 2.0**64), torch.full((1, 4), 2.0**63)),
+        "a.alpha": torch.tensor(2.0**-126, dtype=F64),
+    }
+    assert merge(tmp_path, {}, one)["a.weight"].equal(filled(3.0))
+
+
 def test_float64_beyond_float32_is_refused_or_right(tmp_path: Path) -> None:
     """1e300 is infinite in float32 sums; float64's get it right."""
     one = pair("a", torch.full((4, 1), 1e300, dtype=F64), torch.full((1, 4), 1e-300, dtype=F64))

@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
 from lycoris.modules.glora import GLoRAModule
 from lycoris.modules.locon import LoConModule
 from lycoris.modules.loha import LohaModule
 from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import nn
 
+from fuselora import synth
 from fuselora.verify import verify
 from tests.cases.builders import base_of, fuse, refuse, save
+from tests.fused_pair import edit_json
 from tests.oracle.merges import assert_near
 
 Tensors = Mapping[str, torch.Tensor]
@@ -151,6 +154,29 @@ def test_a_root_that_only_lora_is_divided_by(config: Any, tmp_path: Path) -> Non
     path.write_text(json.dumps(json.loads(path.read_text()) | {"use_rslora": True}))
     scales = {(group["alpha"], group["rank"]) for group in made.check()["scales"]}
     assert scales == {(6, config.r)}
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_linear_layers_of_a_known_model_are_never_transposed(use_dora: bool, tmp_path: Path) -> None:
+    """PEFT resets ``fan_in_fan_out`` for them, of a folder that was edited or made elsewhere too."""
+    base = synth.write_pipeline(tmp_path / "base", synth.tiny("wan2.2-t2v-a14b", blocks=1)) / "transformer"
+    model_of: Any = WanTransformer3DModel.from_pretrained
+    config = LoraConfig(r=2, lora_alpha=3, target_modules=["to_q", "net.2"], use_dora=use_dora)
+    wrapped = get_peft_model(model_of(base), config)
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.5)
+    lora = tmp_path / "lora"
+    wrapped.save_pretrained(str(lora))
+    edit_json(lora / "adapter_config.json", lambda document: document.update(fan_in_fan_out=True))
+    with pytest.warns(UserWarning, match="Setting fan_in_fan_out to False"):
+        loaded = PeftModel.from_pretrained(model_of(base), str(lora))
+    merged = loaded.double().merge_and_unload().state_dict()
+    fused = fuse(base, lora)
+    for name, tensor in fused.tensors().items():
+        assert_near(tensor, merged[name])
+    assert fused.warning("fan_in_fan_out")["modules"] == 3
+    assert verify(fused.out, base=base, loras=[lora]).ok
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
