@@ -159,6 +159,9 @@ def _twice(first: Assignment, second: Assignment) -> Fault:
     where, total = second.component.name, first.strength + second.strength
     text = f"is the same LoRA for {where}, given twice: {_given(first)} and {_given(second)}"
     hint = f"For {where} give it once, with the sum of the strengths, {total:g}."
+    if second.component.is_text_encoder and first.adapter.location.spec.component not in (None, where):
+        once = f"Give it once, --lora all={first.adapter.location.spec.source}:{first.strength:g}"
+        hint = f"{once}; what another expert's strength is times that, --blocks COMPONENT=*=FACTOR says."
     return Fault("same_lora", text, path=second.adapter.name, hint=hint)
 
 

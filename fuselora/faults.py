@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from fuselora.alphas import alpha_notices, expert_rank_faults, unused_alphas, with_alphas
@@ -17,10 +17,12 @@ from fuselora.kinds.lokr import misread_by_peft
 from fuselora.lora.adapter import NUMBERS
 from fuselora.lora.grammar import spellings
 from fuselora.made_for import made_for, other_family
+from fuselora.marker import FILE_NAME
 from fuselora.match import FUSABLE, OTHER_SIZE, Matching
 from fuselora.misses import miss_faults, with_misses_settled
 from fuselora.name_table import name_table
 from fuselora.plural import many
+from fuselora.reading import named_path, real_path
 from fuselora.widening import widening_faults, widening_notices
 
 if TYPE_CHECKING:
@@ -109,22 +111,24 @@ def _missed(
 
 
 def _fused_faults(checkpoint: Checkpoint, request: Request) -> Iterator[Fault]:
-    if not checkpoint.is_fused:
+    if not checkpoint.is_fused or (request.stack and checkpoint.marker is not None):
         return
-    if not request.stack:
-        yield Fault(
-            "already_fused",
-            "this base is already fused with LoRAs",
-            path=checkpoint.source,
-            hint="Start from the plain base, or say --stack to add to what is there.",
-        )
-    elif checkpoint.marker is None:
-        yield Fault(
-            "already_fused",
-            "its shards say that they are fused, but fused.json is missing",
-            path=checkpoint.source,
-            hint="Restore fused.json; without it nobody can tell with what the base was fused.",
-        )
+    text, hint = "this base is already fused with LoRAs", "Start from the plain base"
+    if checkpoint.marker is not None:
+        hint = f"{hint}, or say --stack to add to what is there."
+    elif home := _marker_around(checkpoint.root):
+        text = f"{text}, and is a part of {home}"
+        hint = f"{hint}, or give {home} with --stack to add to what is there."
+    else:
+        text = f"{text}, and its {FILE_NAME} is missing"
+        hint = f"{hint}; without {FILE_NAME} nobody can tell with what it was fused."
+    yield Fault("already_fused", text, path=checkpoint.source, hint=hint)
+
+
+def _marker_around(root: Path) -> Path | None:
+    """The folder with a marker that a component's folder, or a shard in one, lies in."""
+    around = (folder for place in (named_path(root), real_path(root)) for folder in place.parents[:2])
+    return next((folder for folder in around if (folder / FILE_NAME).is_file()), None)
 
 
 def _base_notices(checkpoint: Checkpoint, request: Request) -> Iterator[Notice]:

@@ -269,7 +269,10 @@ def _strays(
     text = f"has keys for {_and(owners)}, and was given for {_and(given)}"
     hint = "Fuse it into the whole pipeline, or split the file."
     if all(checkpoint.component(name) for name in owners):
-        hint = f"Leave the target out: --lora {adapter.location.spec.source}"
+        source, alone = adapter.location.spec.source, len(checkpoint.transformers) == 1
+        hint = f"Leave the target out: --lora {source}"
+        if not alone and not _by_keys(_halves(adapter, checkpoint).rest, checkpoint):
+            hint = f"Give it for all of them: --lora all={source}"
     return _fault(adapter, "stray_keys", text, hint)
 
 

@@ -677,6 +677,18 @@ def test_an_encoder_that_transformers_does_not_know_is_said(tmp_path: Path) -> N
     assert len(said) == 1 and "'Nothing'" in said[0]
 
 
+def test_what_is_said_of_a_file_for_both_experts_and_an_encoder_leads_to_it(tmp_path: Path) -> None:
+    base = pair_base(tmp_path / "base")
+    lora = lora_of(tmp_path, MODULE, f"text_encoder.{T5_WI}")
+    said = refused(base, f"high={lora}:0.5", f"low={lora}:0.75")
+    assert f"Give it once, --lora all={lora}:0.5; what another" in said
+    assert f"Give it for all of them: --lora all={lora}" in refused(base, f"text_encoder={lora}")
+    merge(base, [f"all={lora}:0.5"], tmp_path / "out", blocks=["low=*=1.5"])
+    found = [value(tmp_path / "out" / name, Q) for name in ("transformer", "transformer_2")]
+    assert found == [1.5, 1.75]
+    assert value(tmp_path / "out" / "text_encoder", f"{T5_WI}.weight") == 1.5
+
+
 def test_inspect_lists_what_a_lora_can_be_given_for(tmp_path: Path) -> None:
     """By folders alone: an encoder that cannot be read is in nobody's way."""
     root = sd3_base(tmp_path / "base")

@@ -194,8 +194,8 @@ MUTANTS = (
     Mutant(
         "a fused base is fused again",
         "faults.py",
-        "if not request.stack:",
-        "if request.stack:",
+        "if not checkpoint.is_fused or (request.stack and",
+        "if not checkpoint.is_fused or (not request.stack and",
         ("tests/test_faults.py", "tests/test_pipeline.py"),
     ),
     Mutant(
