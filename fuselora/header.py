@@ -152,9 +152,10 @@ def _raw_header(path: Path, stream: BinaryIO, n_bytes: int) -> bytes:
     if len(prefix) < 8:
         _broken(path, f"is {n_bytes} bytes long, too short for a safetensors file")
     length = int.from_bytes(prefix, "little")
-    if length > MAX_HEADER_BYTES and stream.seek(8) and stream.read(1) != b"{":
-        _broken(path, "is not safetensors: it begins with no header")
     if length > MAX_HEADER_BYTES:
+        stream.seek(8)
+        if stream.read(1) != b"{":
+            _broken(path, "is not safetensors: it begins with no header")
         _broken(path, f"claims a header of {length} bytes, over the cap of {MAX_HEADER_BYTES}")
     if 8 + length > n_bytes:
         _broken(path, f"is cut short: its header needs {8 + length} bytes and the file has {n_bytes}")

@@ -18,7 +18,7 @@ from fuselora.header import DTYPE_NAMES, TensorInfo
 from fuselora.inner_encoders import inner_table
 from fuselora.kinds import BadParts, Kind, Part, fits
 from fuselora.kinds.dora import by_columns, check_magnitude
-from fuselora.kinds.experts import PAIR, PARTS, fits_parameter, of_parameter
+from fuselora.kinds.experts import PAIR_PARTS, PARTS, fits_parameter, of_parameter
 from fuselora.kinds.kind import ALPHAS, MAGNITUDES
 from fuselora.kinds.settings import owner
 from fuselora.lora.adapter import Module
@@ -196,7 +196,7 @@ class _Search:
     def module(self, module: Module) -> tuple[list[Hit], list[Fault]]:
         if self._is_tied_head(module):
             return [], [self._fault("tied", module, TIED, "Leave its keys out of the file.")]
-        if module.parts.keys() >= PAIR and (named := self._parameters(module)):
+        if module.parts.keys() >= PAIR_PARTS and (named := self._parameters(module)):
             return self._on_parameter(module, named)
         hits: list[Hit] = []
         faults: list[Fault] = []

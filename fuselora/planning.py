@@ -197,12 +197,17 @@ class PlacedHit:
 
     def delta(self, columns: int) -> Delta:
         """On a tensor of so many columns."""
-        factors = {part: self._factor(tensor) for part, tensor in self.hit.parts.items()}
-        strength, settings = self.strength * self.hit.block, self.hit.module.settings
-        rows, n_rows = self.hit.rows, self.hit.shape[0] if self.hit.rows else 0
-        own = matrix_of(self.hit.wide or self.hit.shape)[1]
-        n_columns = own if own < columns else 0
-        return Delta(self.hit.kind, factors, self.hit.ratio, strength, settings, rows, n_rows, n_columns)
+        own_columns = matrix_of(self.hit.wide or self.hit.shape)[1]
+        return Delta(
+            kind=self.hit.kind,
+            factors={part: self._factor(tensor) for part, tensor in self.hit.parts.items()},
+            ratio=self.hit.ratio,
+            strength=self.strength * self.hit.block,
+            settings=self.hit.module.settings,
+            rows=self.hit.rows,
+            n_rows=self.hit.shape[0] if self.hit.rows else 0,
+            n_columns=own_columns if own_columns < columns else 0,
+        )
 
     def _factor(self, tensor: TensorInfo) -> Factor:
         header = self.homes[tensor.name]

@@ -48,11 +48,11 @@ def over_inputs(delta: Delta, factors: Factors, sums: Sums) -> Term:
     stages, gain = factors.whole("boft_r"), factors.whole("boft_s").reshape(-1, 1)
     given = wide(stages)
     turns = cayley((given - given.mT) * 0.5, sums).mT.to(stages)
-    steps = [_stage(turns, i, factors, sums) for i in range(len(turns))]
+    moves = [_stage(turns, i, factors, sums) for i in range(len(turns))]
 
     def rows(base: torch.Tensor, first: int, last: int) -> torch.Tensor:
-        for step in steps:
-            base = step(base, first, last)
+        for move in moves:
+            base = move(base, first, last)
         return base * gain[first:last]
 
     return rows

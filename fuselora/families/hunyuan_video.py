@@ -21,8 +21,7 @@ SINGLE_QKV = tuple(f"{SINGLE}.attn.{name}" for name in ("to_q", "to_k", "to_v"))
 # what HunyuanVideo-1.5 has as well
 SHARED_ROWS: Rows = (
     *(
-        (f"{theirs}.mlp.{layer}", f"{ours}.{linear}")
-        for theirs, ours in (("txt_in.t_embedder", "context_embedder.time_text_embed.timestep_embedder"),)
+        (f"txt_in.t_embedder.mlp.{layer}", f"context_embedder.time_text_embed.timestep_embedder.{linear}")
         for layer, linear in (("0", "linear_1"), ("2", "linear_2"))
     ),
     *(

@@ -15,9 +15,9 @@ from fuselora.kinds.low_rank import pair_rank, pair_shape
 from fuselora.kinds.settings import Settings
 
 Layout = Literal["out, in", "in, out"]
-PAIR: frozenset[Part] = frozenset({"up", "down"})
+PAIR_PARTS: frozenset[Part] = frozenset({"up", "down"})
 # all that the pair of a parameter may hold
-PARTS = PAIR | ALPHAS
+PARTS = PAIR_PARTS | ALPHAS
 
 
 def layouts(shapes: Shapes, base: Shape) -> tuple[Layout, ...]:
