@@ -1,4 +1,4 @@
-"""Ctrl-C, raised where the command runs, and remembered for where that is lost."""
+"""Ctrl-C: raised where the command runs, remembered where that is lost, put off where it would do harm."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from types import FrameType
+from types import FrameType
 
 INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
 AGAIN_SECONDS = 1.0
@@ -77,3 +74,42 @@ class Interrupts:
         if not self._said and now - self._raised_at >= AGAIN_SECONDS:
             self._raised_at = now
             raise KeyboardInterrupt
+
+
+class Deferred:
+    """SIGINT as long as it is put off: noted, and told to whom it was for where that does no harm."""
+
+    def __init__(self, before: Callable[[int, FrameType | None], object] | None) -> None:
+        self._before, self._noted = before, False
+        self._owner = threading.get_ident()
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self._noted = True
+
+    def deliver(self) -> None:
+        """Raise ``KeyboardInterrupt``, or whatever the handler before does; nothing in other threads."""
+        if self._noted and self._before is not None and threading.get_ident() == self._owner:
+            self._noted = False
+            self._before(signal.SIGINT, None)
+
+
+@contextmanager
+def deferred() -> Iterator[Deferred]:
+    """While threads wait for each other, SIGINT is raised by ``deliver`` and at the end alone.
+
+    Python's events and queues are written in Python: what is raised inside one, between taking its lock and
+    the ``with`` that gives it back, leaves it locked, and whoever asks for it next waits for ever.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT) if is_main else None
+    if not callable(before):  # the system's own ways, and threads that no signal comes to
+        yield Deferred(None)
+        return
+    held = Deferred(before)
+    signal.signal(signal.SIGINT, held.note)
+    try:
+        yield held
+    finally:
+        signal.signal(signal.SIGINT, before)
+    held.deliver()  # where nothing else is raised already

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from fuselora.interrupts import Deferred, deferred
+
 Job = Callable[[], None]
 POLL_SECONDS = 0.1
 
@@ -20,6 +22,7 @@ class Flow:
 
     def __init__(self) -> None:
         self._stop = threading.Event()
+        self.interrupt = Deferred(None)
         self.error: BaseException | None = None
         self._lock = threading.Lock()
 
@@ -30,8 +33,10 @@ class Flow:
         self._stop.set()
 
     def check(self) -> None:
+        """Raises ``Stopped`` once the flow has failed, and in the main thread what Ctrl-C does."""
         if self._stop.is_set():
             raise Stopped
+        self.interrupt.deliver()
 
     def wait(self, event: threading.Event) -> None:
         """Until ``event`` is set. Raises ``Stopped`` if the flow fails first."""
@@ -56,13 +61,12 @@ class Lane:
     def finish(self) -> None:
         """Let the queued jobs end. Raises ``Stopped`` if they could not."""
         self._put(None)
+        self._flow.wait(self._ended)
         self.join()
         self._flow.check()
 
     def join(self) -> None:
         """Wait until the thread has ended, now or after the flow failed."""
-        # Up to Python 3.12 an interrupted Thread.join takes the thread for ended while it still writes.
-        self._ended.wait()
         self._thread.join()
 
     def _put(self, job: Job | None) -> None:
@@ -95,28 +99,20 @@ class Lane:
 def lanes(flow: Flow, names: tuple[str, ...], depth: int) -> Iterator[tuple[Lane, ...]]:
     """Lanes that are finished on the way out, or stopped when anything fails.
 
-    The first error of any lane, or of the body, is the one that is raised.
+    The first error of any lane, or of the body, is the one that is raised. Ctrl-C is one in ``Flow.check``
+    alone, and not while lanes are stopped: a second one must not close the files that they still write to.
     """
     opened: list[Lane] = []
-    try:
-        opened.extend(Lane(name, flow, depth) for name in names)
-        yield tuple(opened)
-        for lane in opened:
-            lane.finish()
-    except BaseException as error:
-        _stop(opened, flow, error)
-        if flow.error is None:
-            raise
-        raise flow.error from flow.error.__cause__
-
-
-def _stop(opened: list[Lane], flow: Flow, error: BaseException) -> None:
-    """Wait until no thread is left. A second Ctrl-C must not close the files that they still write to."""
-    while True:
+    with deferred() as flow.interrupt:
         try:
+            opened.extend(Lane(name, flow, depth) for name in names)
+            yield tuple(opened)
+            for lane in opened:
+                lane.finish()
+        except BaseException as error:
             flow.fail(error)
             for lane in opened:
                 lane.join()
-        except KeyboardInterrupt:
-            continue
-        return
+            if flow.error is None:
+                raise
+            raise flow.error from flow.error.__cause__

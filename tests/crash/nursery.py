@@ -6,6 +6,7 @@ no thread in the middle of something.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import io
 import json
@@ -25,7 +26,7 @@ from tests.crash.points import NEVER, Cut, Point, Points
 
 REPOSITORY = Path(__file__).parents[2]
 EPOCH = "1764590400"
-LIMIT_SECONDS = 120  # a merge here takes a fifth of a second: this one hangs
+LIMIT_SECONDS = 60  # a merge here takes a fifth of a second: this one hangs
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +179,7 @@ def _forked(order: dict[str, Any]) -> int:
 def _merge(order: dict[str, Any]) -> None:
     from fuselora.__main__ import main
 
+    faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)  # where it hangs, it says where
     signal.alarm(LIMIT_SECONDS)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     out, err, trace = (os.open(f"{order['says']}.{kind}", flags) for kind in KINDS)

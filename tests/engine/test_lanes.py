@@ -223,3 +223,37 @@ def test_an_interrupt_while_the_lanes_are_told_to_stop(monkeypatch: pytest.Monke
     gate.set()
     assert was_ended
     assert caught.value is first
+
+
+@pytest.mark.parametrize("nth", range(1, 13))
+def test_an_interrupt_in_a_lock_of_python_s_own_leaves_none_locked(
+    monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
+    """Events and queues take theirs in Python, where an exception can come before what would give it back."""
+    enter, n_entered = threading.Condition.__enter__, 0
+
+    def interrupted(condition: threading.Condition) -> bool:
+        nonlocal n_entered
+        found = enter(condition)
+        if threading.current_thread() is threading.main_thread():
+            n_entered += 1
+            if n_entered == nth:
+                signal.raise_signal(signal.SIGINT)
+        return found
+
+    def hanging(number: int, frame: object) -> None:
+        raise TimeoutError("a lock is not given back")
+
+    before = signal.signal(signal.SIGALRM, hanging)
+    signal.alarm(20)
+    done: list[int] = []
+    try:
+        with pytest.raises(KeyboardInterrupt), lanes(Flow(), ("a", "b"), depth=1) as opened:
+            monkeypatch.setattr(threading.Condition, "__enter__", interrupted)
+            for number in range(20):
+                for lane in opened:
+                    lane.put(lambda number=number: done.append(number))  # type: ignore[misc]
+        assert n_entered >= nth
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
