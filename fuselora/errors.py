@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from typing_extensions import Self
+Error = TypeVar("Error", bound="FuseloraError")
 
 
 class FuseloraError(Exception):
@@ -35,7 +35,7 @@ class FuseloraError(Exception):
         self.facts: Mapping[str, object] = facts
 
     @classmethod
-    def about(cls, path: Path, what: str, *, hint: str | None = None, **facts: object) -> Self:
+    def about(cls: type[Error], path: Path, what: str, *, hint: str | None = None, **facts: object) -> Error:
         """An error whose message begins with a file or folder, which is the fact ``path``."""
         return cls(f"{path}: {what}", hint=hint, path=str(path), **facts)
 
