@@ -192,6 +192,20 @@ MUTANTS = (
         ("tests/test_content.py",),
     ),
     Mutant(
+        "Ctrl-C is raised inside the locks of threads",
+        "interrupts.py",
+        "signal.signal(signal.SIGINT, held.note)",
+        "held.deliver()",
+        ("tests/test_interrupts.py",),
+    ),
+    Mutant(
+        "linear layers are transposed as foreign configurations say",
+        "match.py",
+        "modules = tuple(map(_of_linear, assignment.modules)) if is_linear else assignment.modules",
+        "modules = assignment.modules",
+        ("tests/oracle/test_peft_config.py",),
+    ),
+    Mutant(
         "a fused base is fused again",
         "faults.py",
         "if not checkpoint.is_fused or (request.stack and",
