@@ -9,7 +9,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from fuselora.errors import Fault, Notice
-from fuselora.file_options import misdirected, option_of_each
+from fuselora.file_options import misdirected
 from fuselora.kinds.kind import has_kernel
 from fuselora.lora.config import PEFT_ALPHA, SAME_ALPHA, AdapterConfig, config_of_metadata
 from fuselora.lora.config_faults import REPAIR
@@ -53,12 +53,13 @@ def with_alphas(matching: Matching, option: AlphaSpec | None) -> tuple[Matching,
     return replace(matching, hits=tuple(hits)), []
 
 
-def unused_alphas(matchings: Sequence[Matching], options: Sequence[AlphaSpec]) -> Iterator[Fault]:
-    """Options that name no LoRA or several, or whose LoRAs take none."""
+def unused_alphas(
+    matchings: Sequence[Matching], options: Sequence[AlphaSpec], taken: Mapping[str, AlphaSpec]
+) -> Iterator[Fault]:
+    """Options that name no LoRA or several, or whose LoRAs, by ``taken``, take none."""
     locations = [matching.assignment.adapter.location for matching in matchings]
     wrong = list(misdirected(locations, options, "--alpha"))
     yield from wrong
-    taken = option_of_each(locations, options)
     for option in options if not wrong else ():
         takers = [m for m in matchings if taken.get(m.assignment.adapter.location.spec.source) == option]
         used = any(hit.alpha and hit.alpha.source == "option" for m in takers for hit in m.hits)

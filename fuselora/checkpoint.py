@@ -216,9 +216,14 @@ def _said(layout: Layout | None, family: Family | None, root: Path) -> Layout | 
     return layout
 
 
+def encoder_folders(root: Path) -> tuple[str, ...]:
+    """The text encoders that have a folder of their own in ``root``, by name; nothing in them is read."""
+    return tuple(name for name in TEXT_ENCODERS if (root / name).is_dir())
+
+
 def _encoder_configs(root: Path) -> dict[str, Config]:
     """The config.json of each text encoder of a pipeline, by component; empty where there is none."""
-    paths = {name: root / name / "config.json" for name in TEXT_ENCODERS if (root / name).is_dir()}
+    paths = {name: root / name / "config.json" for name in encoder_folders(root)}
     return {name: read_json(path) if path.is_file() else {} for name, path in paths.items()}
 
 

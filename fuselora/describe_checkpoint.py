@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fuselora.checkpoint import NATIVE_EXPERTS, open_checkpoint
+from fuselora.checkpoint import NATIVE_EXPERTS, encoder_folders, open_checkpoint
 from fuselora.description import (
     CheckpointDescription,
     ComponentDescription,
@@ -20,7 +20,6 @@ from fuselora.selection import variants
 from fuselora.shards import SHARD_NUMBER
 from fuselora.specs import PIPELINE_COMPONENTS
 from fuselora.targets import expert_in_name
-from fuselora.text_encoders import TEXT_ENCODERS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,7 +55,7 @@ def describe_checkpoint(path: Path) -> CheckpointDescription:
         fused=_fused(path, checkpoint),
         families=_families(checkpoint),
         layout_told_by=checkpoint.row_order.told_by if checkpoint.row_order else None,
-        text_encoders=tuple(name for name in TEXT_ENCODERS if (checkpoint.root / name).is_dir()),
+        text_encoders=encoder_folders(checkpoint.root),
     )
 
 

@@ -125,8 +125,10 @@ def measure(
 
 def _kept(stored: torch.Tensor, found: torch.Tensor) -> torch.Tensor | None:
     """Where the base's NaN and infinities are as they were, bit for bit: nothing is added to such."""
+    if stored.dtype != found.dtype or stored.shape != found.shape:
+        return None
     odd = ~torch.isfinite(stored)
-    if stored.dtype != found.dtype or stored.shape != found.shape or not odd.any():
+    if not odd.any():
         return None
     n_bytes = stored.element_size()
     before, after = (t.contiguous().flatten().view(torch.uint8).view(-1, n_bytes) for t in (stored, found))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from fuselora.alphas import alpha_notices, expert_rank_faults, unused_alphas, with_alphas
@@ -17,15 +17,16 @@ from fuselora.kinds.lokr import misread_by_peft
 from fuselora.lora.adapter import NUMBERS
 from fuselora.lora.grammar import spellings
 from fuselora.made_for import made_for, other_family
-from fuselora.marker import FILE_NAME
+from fuselora.marker import FILE_NAME, FINGERPRINT_KEY, marker_home
 from fuselora.match import FUSABLE, OTHER_SIZE, Matching
 from fuselora.misses import miss_faults, with_misses_settled
 from fuselora.name_table import name_table
 from fuselora.plural import many
-from fuselora.reading import named_path, real_path
 from fuselora.widening import widening_faults, widening_notices
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from fuselora.checkpoint import Checkpoint
     from fuselora.specs import Request
 
@@ -77,7 +78,7 @@ def check(checkpoint: Checkpoint, matchings: Sequence[Matching], request: Reques
     faults += widening_faults(checked)
     notices += composed_notices(checked)
     notices += widening_notices(checked)
-    faults += [*unused_alphas(checked, request.alphas), *unused_blocks(matchings, request.blocks)]
+    faults += [*unused_alphas(checked, request.alphas, alphas), *unused_blocks(matchings, request.blocks)]
     return Checked(tuple(checked), tuple(faults), tuple(notices))
 
 
@@ -116,7 +117,7 @@ def _fused_faults(checkpoint: Checkpoint, request: Request) -> Iterator[Fault]:
     text, hint = "this base is already fused with LoRAs", "Start from the plain base"
     if checkpoint.marker is not None:
         hint = f"{hint}, or say --stack to add to what is there."
-    elif home := _marker_around(checkpoint.root):
+    elif home := marker_home(checkpoint.root, _fused_shard(checkpoint)):
         text = f"{text}, and is a part of {home}"
         hint = f"{hint}, or give {home} with --stack to add to what is there."
     else:
@@ -125,10 +126,10 @@ def _fused_faults(checkpoint: Checkpoint, request: Request) -> Iterator[Fault]:
     yield Fault("already_fused", text, path=checkpoint.source, hint=hint)
 
 
-def _marker_around(root: Path) -> Path | None:
-    """The folder with a marker that a component's folder, or a shard in one, lies in."""
-    around = (folder for place in (named_path(root), real_path(root)) for folder in place.parents[:2])
-    return next((folder for folder in around if (folder / FILE_NAME).is_file()), None)
+def _fused_shard(checkpoint: Checkpoint) -> Path:
+    """One that carries a fingerprint; there is one where no marker says that the base is fused."""
+    shards = (shard for component in checkpoint.components for shard in component.shards)
+    return next(shard.path for shard in shards if FINGERPRINT_KEY in shard.metadata)
 
 
 def _base_notices(checkpoint: Checkpoint, request: Request) -> Iterator[Notice]:

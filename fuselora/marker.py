@@ -20,7 +20,7 @@ from fuselora.digest import sha256_json, tagged, whole_numbers
 from fuselora.errors import InputError, MarkerError
 from fuselora.escape import short
 from fuselora.fields import HEX, HINT, TAGGED, Fields, broken, parse
-from fuselora.reading import reading
+from fuselora.reading import reading, real_path
 
 if TYPE_CHECKING:
     from fuselora.check.folder import check
@@ -186,6 +186,13 @@ class Marker:
     def files(self) -> tuple[FileRecord, ...]:
         """Every file that the marker lists."""
         return self.weight_files + self.side_files
+
+
+def marker_home(folder: Path, shard: Path) -> Path | None:
+    """The folder of a shard, or the one around it, that has a marker; links to that folder are followed."""
+    part = shard.parent
+    around = [part, part.parent, folder.absolute().parent, real_path(part), real_path(part).parent]
+    return next((home for home in around if (home / FILE_NAME).is_file()), None)
 
 
 def read_marker(folder: Path | str) -> Marker | None:

@@ -30,6 +30,7 @@ from fuselora.marker import (
     POLICY_VALUES,
     FileRecord,
     Marker,
+    marker_home,
     read_marker,
 )
 from fuselora.reading import reading, real_path
@@ -150,7 +151,7 @@ def _unmarked(folder: Path, finding: Finding, loras: Iterable[Path]) -> CheckRep
     carrier = next(_fingerprint_carriers(folder), None)
     if finding.code == "no-marker" and carrier:
         carries = f"{carrier} carries the fingerprint of a fusion"
-        home = _marker_home(folder, folder / carrier)
+        home = marker_home(folder, folder / carrier)
         finding = (
             Finding("elsewhere", FILE_NAME, f"is not here but in {home}; {carries}")
             if home
@@ -158,13 +159,6 @@ def _unmarked(folder: Path, finding: Finding, loras: Iterable[Path]) -> CheckRep
         )
     fused = carrier is not None or finding.code not in ("no-marker", "unfinished")
     return CheckReport(fused, None, (finding,), lora_outcomes(None, loras))
-
-
-def _marker_home(folder: Path, shard: Path) -> Path | None:
-    """The folder of a shard, or the one around it, that has a marker; links to that folder are followed."""
-    part = shard.parent
-    around = [part, part.parent, folder.absolute().parent, real_path(part), real_path(part).parent]
-    return next((home for home in around if (home / FILE_NAME).is_file()), None)
 
 
 def _fingerprint_carriers(folder: Path) -> Iterator[str]:
