@@ -108,17 +108,20 @@ class LoraRecord:
         """Whether anything of it is in the weights: not at scale 0, nor where all was left out."""
         applied = self.raw.get("applied")
         counts = [n for n in applied.values() if isinstance(n, int)] if isinstance(applied, Mapping) else []
-        nothing = bool(counts) and sum(counts) == self._n_at_zero
+        nothing = bool(counts) and sum(counts) == len(self._at_zero)
         return self.strength != 0 and not nothing
 
     @property
-    def _n_at_zero(self) -> int:
-        """How many modules have an alpha of 0."""
+    def _at_zero(self) -> frozenset[str]:
+        """The modules whose alpha is 0, where no module has another scale."""
         entries = self.raw.get("scales")
-        groups = entries if isinstance(entries, list) else []
-        zero = (group for group in groups if isinstance(group, Mapping) and group.get("scale") == 0)
-        modules = (group.get("modules") for group in zero)
-        return sum(len(names) for names in modules if isinstance(names, list))
+        groups = (
+            [group for group in entries if isinstance(group, Mapping)] if isinstance(entries, list) else []
+        )
+        if any(group.get("scale") != 0 for group in groups):
+            return frozenset()
+        modules = (group.get("modules") for group in groups)
+        return frozenset(str(name) for names in modules if isinstance(names, list) for name in names)
 
     @property
     def text(self) -> str:

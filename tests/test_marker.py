@@ -17,6 +17,7 @@ from fuselora.marker import (
     JOURNAL_NAME,
     MAX_BYTES,
     SCHEMA,
+    LoraRecord,
     check,
     decode,
     encode,
@@ -479,3 +480,29 @@ def test_everything_promised_is_there() -> None:
         assert getattr(marker_module, name) is not None
     with pytest.raises(AttributeError, match="nonsense"):
         _ = marker_module.nonsense
+
+
+def at(scale: float, *modules: str) -> dict[str, object]:
+    return {"scale": scale, "alpha": scale, "rank": 1, "source": "tensor", "modules": list(modules)}
+
+
+@pytest.mark.parametrize(
+    ("applied", "scales", "adds"),
+    [
+        ({"pairs": 2, "diff": 0}, [at(1.0, "a", "b")], True),
+        ({"pairs": 2, "diff": 0}, [at(0.0, "a", "b")], False),
+        ({"pairs": 2, "diff": 1}, [at(0.0, "a", "b")], True),
+        ({"pairs": 2, "diff": 0}, [at(0.0, "a"), at(1.0, "b")], True),
+        ({"pairs": 1, "diff": 0}, [at(0.0, "a"), at(1.0, "a")], True),  # other rows of one module
+        ({"pairs": 1, "diff": 1}, [at(0.0, "a"), at(-0.0, "a")], True),
+        ({"pairs": 0, "diff": 0}, [], False),
+        ({}, [], True),
+        (None, [at(0.0, "a")], True),
+    ],
+)
+def test_whether_anything_of_a_lora_is_in_the_weights(
+    applied: object, scales: list[object], adds: bool
+) -> None:
+    raw = {"applied": applied, "scales": scales}
+    assert LoraRecord("x", None, "0" * 64, "transformer", 1.0, raw).adds is adds
+    assert LoraRecord("x", None, "0" * 64, "transformer", 0.0, raw).adds is False
